@@ -11,7 +11,7 @@ from isojax.mesh import Layout
 from isojax.numerics.policy import Policy
 from isojax.trainer import optimizer
 from isojax.trainer.optimizer import AdamW
-from isojax.trainer.sharding import place, placements, reduce_gradient
+from isojax.trainer.sharding import place, reduce_gradient
 
 POLICY = Policy()
 MESHES = ["1x1", "2x1", "1x2", "2x2", "8x1", "4x2", "1x8", "2x4"]
@@ -53,11 +53,15 @@ def draw(seed: int, dtype=jnp.float32):
     return jax.tree.map(lambda s: jnp.asarray(rng.normal(size=s), dtype), SHAPES, is_leaf=is_shape)
 
 
+def placements_of(params, specs):
+    return jax.tree.map(lambda p, spec: place(p.shape, spec, POLICY), params, specs)
+
+
 def run(mesh: str, adamw: AdamW, steps: int, dtype=jnp.float32):
     """Parameters, master weights, state and norms after `steps` on `mesh`, as global arrays."""
     layout = Layout.parse(mesh)
     params = draw(0, dtype)
-    at = placements(params, SPECS, POLICY)
+    at = placements_of(params, SPECS)
     state = optimizer.state_specs(adamw, at)
     blocks = jax.tree.map(lambda p: p.state, at)
 
@@ -102,7 +106,7 @@ def test_update_is_optax_adamw():
     state = reference.init(want)
     for i in range(3):
         gradient = draw(10 + i)
-        np.testing.assert_allclose(norms[i], optax.global_norm(gradient), rtol=1e-6)
+        np.testing.assert_allclose(norms[i], optax.tree.norm(gradient), rtol=1e-6)
         changes, state = reference.update(gradient, state, want)
         want = optax.apply_updates(want, changes)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-7), params, want)
@@ -123,7 +127,7 @@ def test_every_mesh_gives_the_same_bits(dtype):
 def test_a_gradient_that_is_not_finite_changes_nothing():
     layout = Layout()
     params, adamw = {"w": jnp.ones((8, 8))}, AdamW()
-    at = placements(params, {"w": P()}, POLICY)
+    at = placements_of(params, {"w": P()})
     master, state = optimizer.init(adamw, params, at, layout)
     gradient = {"w": jnp.ones((8, 8)).at[3, 3].set(jnp.nan)}
     new_master, new_state, new_params, norm = optimizer.update(
@@ -132,6 +136,26 @@ def test_a_gradient_that_is_not_finite_changes_nothing():
     assert not np.isfinite(norm)
     same = lambda a, b: np.testing.assert_array_equal(a, b)  # noqa: E731
     jax.tree.map(same, (master, state, params), (new_master, new_state, new_params))
+
+
+def test_copied_heads_count_once():
+    """2 heads of 8 columns on 4 model ranks stand twice in the array, and once in the norm."""
+    value = jnp.asarray(np.random.default_rng(4).normal(size=(16, 2, 8)), jnp.float32)
+    norms = []
+    for mesh, copies in (("1x1", 1), ("1x2", 1), ("1x4", 2), ("2x4", 2), ("1x8", 4)):
+        layout = Layout.parse(mesh)
+        held = jnp.repeat(value, copies, axis=1).reshape(16, -1)
+        at = place(held.shape, P(None, "model"), POLICY, copies)
+
+        def norm(block, at=at, layout=layout):
+            return optimizer.square_sum(block, placement=at, policy=POLICY, layout=layout)
+
+        mapped = jax.shard_map(
+            norm, mesh=layout.mesh(), in_specs=at.state, out_specs=P(), check_vma=False
+        )
+        norms.append(np.asarray(jax.jit(mapped)(held)).view(np.int32))
+    assert len(set(map(int, norms))) == 1
+    np.testing.assert_allclose(norms[0].view(np.float32), (value * value).sum(), rtol=1e-6)
 
 
 def test_warm_up():

@@ -6,6 +6,7 @@ the tree.
 """
 
 import dataclasses
+import math
 from typing import Any
 
 import jax
@@ -108,18 +109,21 @@ def square_sum(
             grid = tree_sum(grid, kept)
             continue
         leaves, over = cut[axis]
-        for name in over:
-            leaves //= ranks[name]
+        copies = placement.copies if axis == block.ndim - 1 else 1
+        leaves = leaves * copies // math.prod(ranks[name] for name in over)
         if leaves == 0:
             raise ValueError(f"mesh {layout} cuts axis {axis} of {placement.shape} too finely")
         shape = grid.shape
         grid = grid.reshape(*shape[:kept], leaves, -1, *shape[kept + 1 :])
         grid = tree_sum(grid, kept + 1)
         kept += 1
-    for i, (_, over) in enumerate(cut.values()):
+    for i, (axis, (_, over)) in enumerate(cut.items()):
         for name in reversed(over):
             if ranks[name] > 1:
-                grid = lax.all_gather(grid, name, axis=i, tiled=True)
+                grid = lax.all_gather(grid, name, axis=i, tiled=False)
+                if name == MODEL and axis == block.ndim - 1:  # one of each copy counts
+                    grid = lax.slice_in_dim(grid, 0, None, placement.copies, axis=i)
+                grid = lax.collapse(grid, i, i + 2)
     while grid.ndim:
         grid = pair_sum(grid)
     return grid

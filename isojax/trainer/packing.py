@@ -45,7 +45,7 @@ class Example:
     def __post_init__(self) -> None:
         if not 1 <= self.prompt_length < len(self.tokens):
             raise ValueError(
-                f"an example of {len(self.tokens)} tokens cannot have {self.prompt_length} of prompt: "
+                f"an example of {len(self.tokens)} tokens cannot have {self.prompt_length} given: "
                 "it needs at least one token given and one predicted"
             )
 

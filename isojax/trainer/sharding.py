@@ -29,13 +29,15 @@ class Placement:
     """How one tensor is cut.
 
     shape: global. param: the spec of the parameter. axis: what "data" cuts besides, or None.
-    state: the spec of gradient, master copy and optimizer state.
+    state: the spec of gradient, master copy and optimizer state. copies: how often each head stands
+    in the last axis (more than once where model ranks outnumber key and value heads).
     """
 
     shape: tuple[int, ...]
     param: PartitionSpec
     axis: int | None
     state: PartitionSpec
+    copies: int = 1
 
     @property
     def owned(self) -> bool:
@@ -43,7 +45,9 @@ class Placement:
         return any(DATA in names for names in axis_names(self.param, len(self.shape)))
 
 
-def place(shape: tuple[int, ...], spec: PartitionSpec, policy: Policy) -> Placement:
+def place(
+    shape: tuple[int, ...], spec: PartitionSpec, policy: Policy, copies: int = 1
+) -> Placement:
     """Cut over "data" the longest whole axis that `policy.batch_leaves` divides, if any."""
     names = axis_names(spec, len(shape))
     axis = None
@@ -53,12 +57,12 @@ def place(shape: tuple[int, ...], spec: PartitionSpec, policy: Policy) -> Placem
     state = [n[0] if len(n) == 1 else (n or None) for n in names]
     if axis is not None:
         state[axis] = DATA
-    return Placement(tuple(shape), spec, axis, PartitionSpec(*state))
+    return Placement(tuple(shape), spec, axis, PartitionSpec(*state), copies)
 
 
-def placements(params: Any, specs: Any, policy: Policy) -> Any:
-    """`place` for every parameter (arrays or shapes) and its PartitionSpec."""
-    return jax.tree.map(lambda p, s: place(p.shape, s, policy), params, specs)
+def placements(parameters: Any, policy: Policy) -> Any:
+    """`place` for a tree of `isojax.models.params.Parameter`."""
+    return jax.tree.map(lambda p: place(p.shape, p.spec, policy, p.copies), parameters)
 
 
 @op("reduce_gradient", static=("placement", "layout"))
@@ -107,5 +111,7 @@ def leaf_axes(placement: Placement, policy: Policy) -> tuple[tuple[int, int], ..
             for name in names:
                 cap *= most[name]
             size = placement.shape[axis]
+            if axis == len(placement.shape) - 1:
+                size //= placement.copies
             found.append((axis, min(cap, size & -size)))
     return tuple(found)

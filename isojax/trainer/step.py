@@ -1,0 +1,136 @@
+"""One optimizer step: a minibatch in microbatches, then AdamW."""
+
+import dataclasses
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.tree_util import register_dataclass
+
+from isojax.mesh import Layout
+from isojax.models.config import ModelConfig
+from isojax.models.params import parameters
+from isojax.numerics.policy import Policy
+from isojax.trainer import optimizer
+from isojax.trainer.call import ROWS, put, row_logprobs, shard
+from isojax.trainer.gradients import add_gradients
+from isojax.trainer.loss import STATS, Loss
+from isojax.trainer.optimizer import AdamW
+from isojax.trainer.packing import Example, TrainBatch, pack
+from isojax.trainer.sharding import placements
+
+
+@partial(register_dataclass, data_fields=["params", "master", "optimizer"], meta_fields=[])
+@dataclasses.dataclass(frozen=True)
+class TrainState:
+    """params: weights in their dtypes, what the forward reads (sampler and trainer alike).
+    master: float32 weights. optimizer: optax state. Both also cut over "data"."""
+
+    params: Any
+    master: Any
+    optimizer: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class StepResult:
+    """What one optimizer step measured over its minibatch.
+
+    loss: sum of weighted token losses. grad_norm: before clipping. learning_rate: that was applied.
+    tokens: that took part. totals: sums of the columns of `loss.STATS`, by name.
+    """
+
+    loss: float
+    grad_norm: float
+    learning_rate: float
+    totals: dict[str, float]
+
+    @property
+    def tokens(self) -> float:
+        return self.totals["tokens"]
+
+    @property
+    def clip_fraction(self) -> float:
+        """Share of tokens whose objective was clipped."""
+        kinds = ("clipped_high", "clipped_low", "clipped_dual")
+        return sum(self.totals[kind] for kind in kinds) / max(self.tokens, 1.0)
+
+
+class Trainer:
+    """Compiled training of one model on one mesh.
+
+    microbatch_tokens: rows of one batch leaf in one call. remat: recompute layers in the backward.
+    """
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        policy: Policy,
+        layout: Layout,
+        mesh: Mesh,
+        adamw: AdamW,
+        *,
+        microbatch_tokens: int,
+        remat: bool,
+    ) -> None:
+        self.model, self.policy, self.layout, self.mesh = model, policy, layout, mesh
+        self.adamw = adamw
+        self.microbatch_tokens = microbatch_tokens
+        self.remat = remat
+        self.placements = placements(parameters(model, policy, layout), policy)
+        param = jax.tree.map(lambda at: at.param, self.placements)
+        blocks = jax.tree.map(lambda at: at.state, self.placements)
+        state = optimizer.state_specs(adamw, self.placements)
+        none = PartitionSpec()
+        self.specs = TrainState(param, blocks, state)
+        self._init = jax.jit(shard(self._rank_init, mesh, (param,), (blocks, state)))
+        self._zeros = jax.jit(
+            lambda: (
+                jax.tree.map(lambda at: jnp.zeros(at.shape, jnp.float32), self.placements),
+                jnp.zeros(1 + len(STATS), jnp.float32),
+            ),
+            out_shardings=self.shardings((blocks, none)),
+        )
+        self._add = jax.jit(
+            lambda params, totals, batch, loss: shard(
+                partial(self._rank_add, loss=loss), mesh, (param, (blocks, none), ROWS), (blocks, none)
+            )(params, totals, batch),
+            static_argnums=3,
+            donate_argnums=1,
+        )
+        self._update = jax.jit(
+            shard(
+                self._rank_update,
+                mesh,
+                (blocks, self.specs, none),
+                (self.specs, none),
+            ),
+            donate_argnums=(0, 1),
+        )
+
+    def shardings(self, specs: Any) -> Any:
+        """NamedShardings on this trainer's mesh from PartitionSpecs."""
+        return jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), specs)
+
+    def init(self, params: Any) -> TrainState:
+        """A fresh optimizer for weights that lie on the mesh as `isojax.models.params` places them."""
+        return TrainState(params, *self._init(params))
+
+    def step(
+        self, state: TrainState, examples: Sequence[Example], loss: Loss
+    ) -> tuple[TrainState, StepResult]:
+        """One optimizer step over a minibatch; `state` is consumed.
+
+        The loss is the mean over all predicted tokens of examples with weight, whichever rank or
+        microbatch holds them. A minibatch without such tokens changes nothing.
+
+        Raises:
+          FloatingPointError: if the gradient is not finite; the weights were left as they were.
+        """
+        raise NotImplementedError
+
+    def _rank_init(self, params: Any) -> tuple[Any, Any]:
+        return optimizer.init(self.adamw, params, self.placements, self.layout)
