@@ -8,7 +8,8 @@ import jax
 from jax import lax
 
 from isojax.mesh import DATA, MODEL, Layout
-from isojax.numerics.trees import pair_sum
+from isojax.numerics.policy import Policy
+from isojax.numerics.trees import pair_sum, tree_sum
 
 
 def leaf_count(size: int, leaves: int) -> int:

@@ -80,6 +80,11 @@ def state_specs(adamw: AdamW, placements: Any) -> Any:
     )
 
 
+def count(state: Any) -> jax.Array:
+    """How many updates an optimizer state has seen, int32."""
+    return state[0].count
+
+
 def init(adamw: AdamW, params: Any, placements: Any, layout: Layout) -> tuple[Any, Any]:
     """Parameters -> (float32 master weights, optimizer state), this rank's blocks of each."""
     master = jax.tree.map(

@@ -130,7 +130,63 @@ class Trainer:
         Raises:
           FloatingPointError: if the gradient is not finite; the weights were left as they were.
         """
-        raise NotImplementedError
+        tokens = sum(example.predicted for example in examples if example.weight)
+        if not tokens:
+            return state, StepResult(0.0, 0.0, 0.0, dict.fromkeys(STATS, 0.0))
+        calls, _ = pack(
+            examples, self.microbatch_tokens, self.policy, self.layout, scale=1.0 / tokens
+        )
+        totals = self._zeros()
+        for call in calls:
+            totals = self._add(state.params, totals, put(call, self.mesh), loss)
+        gradients, sums = totals
+        state, (norm, rate) = self._update(gradients, state)
+        sums, norm, rate = jax.device_get((sums, norm, rate))
+        if not np.isfinite(norm):
+            raise FloatingPointError(
+                f"the gradient's norm is {norm}: no weight was changed (loss {sums[0]})"
+            )
+        by_name = dict(zip(STATS, map(float, sums[1:]), strict=True))
+        return state, StepResult(float(sums[0]), float(norm), float(rate), by_name)
 
     def _rank_init(self, params: Any) -> tuple[Any, Any]:
         return optimizer.init(self.adamw, params, self.placements, self.layout)
+
+    def _rank_add(
+        self, params: Any, totals: tuple[Any, jax.Array], batch: TrainBatch, loss: Loss
+    ) -> tuple[Any, jax.Array]:
+        def row_losses(params: Any) -> tuple[jax.Array, jax.Array]:
+            full, kept = row_logprobs(
+                params,
+                batch,
+                model=self.model,
+                policy=self.policy,
+                layout=self.layout,
+                remat=self.remat,
+            )
+            return loss(full, kept, batch)
+
+        return add_gradients(
+            row_losses,
+            params,
+            totals,
+            placements=self.placements,
+            policy=self.policy,
+            layout=self.layout,
+        )
+
+    def _rank_update(
+        self, gradients: Any, state: TrainState
+    ) -> tuple[TrainState, tuple[jax.Array, jax.Array]]:
+        rate = self.adamw.rate(optimizer.count(state.optimizer))
+        master, opt, params, norm = optimizer.update(
+            self.adamw,
+            gradients,
+            state.master,
+            state.optimizer,
+            state.params,
+            placements=self.placements,
+            policy=self.policy,
+            layout=self.layout,
+        )
+        return TrainState(params, master, opt), (norm, rate)
