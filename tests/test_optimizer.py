@@ -62,7 +62,7 @@ def run(mesh: str, adamw: AdamW, steps: int, dtype=jnp.float32):
     layout = Layout.parse(mesh)
     params = draw(0, dtype)
     at = placements_of(params, SPECS)
-    state = optimizer.state_specs(adamw, at)
+    state = jax.tree.map(lambda p: p.state, optimizer.like_state(adamw, at))
     blocks = jax.tree.map(lambda p: p.state, at)
 
     def body(params, gradients):

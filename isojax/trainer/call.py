@@ -37,9 +37,7 @@ def row_logprobs(
         slots=rows.length.shape[0],
         per_layer=False,
     )
-    hidden, _ = forward(
-        params, rows, fresh, model=model, policy=policy, layout=layout, remat=remat
-    )
+    hidden, _ = forward(params, rows, fresh, model=model, policy=policy, layout=layout, remat=remat)
     return logprobs(
         params,
         hidden,

@@ -1,6 +1,112 @@
-"""Checkpoints of a run: written at once or not at all, resumable on another mesh.
+"""Checkpoints of a run: written whole or not at all, resumable on another mesh.
 
-Float32 master weights and optimizer state are stored whole in their global shape, every key and value
-head once however many model ranks hold a copy; the weights in their dtypes are one rounding away and
-are not stored. Beside them stands `RunPosition`, everything else a run needs to go on as if it had never stopped.
+The float32 master weights and the optimizer state are stored in their global shape, every key and
+value head once however many model ranks hold a copy of it. Weights in their own dtype are one cast
+away and are not stored. Beside them lies a JSON object with everything else a run needs to go on.
 """
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import orbax.checkpoint as ocp
+from jax.sharding import NamedSharding, PartitionSpec
+
+from isojax.trainer import optimizer
+from isojax.trainer.sharding import Placement
+from isojax.trainer.step import Trainer, TrainState
+
+
+class Checkpoints:
+    """The checkpoints of one run folder, newest last.
+
+    keep: how many are kept. Saving runs in the background; `close` waits for it.
+    """
+
+    def __init__(self, folder: Path, trainer: Trainer, *, keep: int = 2) -> None:
+        self._trainer = trainer
+        placements = (trainer.placements, optimizer.like_state(trainer.adamw, trainer.placements))
+        self._placements = placements
+        options = ocp.CheckpointManagerOptions(max_to_keep=keep, cleanup_tmp_directories=True)
+        self._manager = ocp.CheckpointManager(folder.absolute(), options=options)
+
+    def save(self, step: int, state: TrainState, position: dict[str, Any]) -> None:
+        """Save after `step` steps; `position` is a JSON object. An existing one is left as it is."""
+        if step in self._manager.all_steps():
+            return
+        args = ocp.args.Composite(
+            state=ocp.args.StandardSave(
+                jax.tree.map(_distinct, self._placements, (state.master, state.optimizer))
+            ),
+            position=ocp.args.JsonSave(position),
+        )
+        self._manager.save(step, args=args)
+        if jax.default_backend() == "cpu":
+            # the writer reads a CPU array in place, and the next update would overwrite it
+            self._manager.wait_until_finished()
+
+    def latest(self) -> int | None:
+        """The newest step saved, or None."""
+        return self._manager.latest_step()
+
+    def position(self, step: int | None = None) -> dict[str, Any]:
+        """The JSON object saved with a step (default: the newest).
+
+        Raises:
+          FileNotFoundError: if there is no checkpoint.
+        """
+        args = ocp.args.Composite(position=ocp.args.JsonRestore())
+        return self._manager.restore(self._existing(step), args=args)["position"]
+
+    def restore(self, step: int | None = None) -> TrainState:
+        """The state saved with a step (default: the newest), placed on the trainer's mesh.
+
+        Raises:
+          FileNotFoundError: if there is no checkpoint.
+          ValueError: if it is one of another model.
+        """
+        trainer = self._trainer
+
+        def stored(at: Placement, x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+            spec = tuple(at.state)
+            if at.copies > 1:
+                spec = (*spec[:-1], None)
+            sharding = NamedSharding(trainer.mesh, PartitionSpec(*spec))
+            whole = jax.eval_shape(lambda x: _distinct(at, x), x)
+            return jax.ShapeDtypeStruct(whole.shape, whole.dtype, sharding=sharding)
+
+        target = jax.tree.map(stored, self._placements, trainer.abstract_state())
+        args = ocp.args.Composite(state=ocp.args.StandardRestore(target))
+        found = self._manager.restore(self._existing(step), args=args)["state"]
+        expand = jax.jit(
+            lambda found: jax.tree.map(_with_copies, self._placements, found),
+            out_shardings=trainer.shardings((trainer.specs.master, trainer.specs.optimizer)),
+        )
+        return trainer.with_params(*expand(found))
+
+    def close(self) -> None:
+        """Wait for what is being written."""
+        self._manager.close()
+
+    def _existing(self, step: int | None) -> int:
+        step = self.latest() if step is None else step
+        if step is None or step not in self._manager.all_steps():
+            raise FileNotFoundError(f"no checkpoint of step {step} in {self._manager.directory}")
+        return step
+
+
+def _distinct(at: Placement, x: jax.Array) -> jax.Array:
+    """Every head once."""
+    if at.copies == 1:
+        return x
+    heads = x.reshape(*x.shape[:-1], -1, at.copies, at.head)
+    return heads[..., 0, :].reshape(*x.shape[:-1], -1)
+
+
+def _with_copies(at: Placement, x: jax.Array) -> jax.Array:
+    """Every head as often as the mesh holds it."""
+    if at.copies == 1:
+        return x
+    heads = x.reshape(*x.shape[:-1], -1, at.head)
+    return jnp.repeat(heads, at.copies, axis=-2).reshape(*x.shape[:-1], -1)

@@ -67,16 +67,16 @@ def decayed(params: Any) -> Any:
     return jax.tree_util.tree_map_with_path(is_matrix, params)
 
 
-def state_specs(adamw: AdamW, placements: Any) -> Any:
-    """PartitionSpecs of the optimizer state."""
-    shapes = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, jnp.float32), placements)
+def like_state(adamw: AdamW, placements: Any) -> Any:
+    """The optimizer state with a Placement for each of its arrays."""
+    shapes = jax.tree.map(lambda at: jax.ShapeDtypeStruct(at.shape, jnp.float32), placements)
     transformation = adamw.transformation()
     return optax.tree_map_params(
         transformation,
-        lambda _, placement: placement.state,
+        lambda _, placement: placement,
         jax.eval_shape(transformation.init, shapes),
         placements,
-        transform_non_params=lambda _: PartitionSpec(),
+        transform_non_params=lambda _: Placement((), PartitionSpec(), None, PartitionSpec()),
     )
 
 

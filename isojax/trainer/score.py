@@ -82,7 +82,9 @@ def compare(
     clip_high: float,
 ) -> Agreement:
     """Compare float32 log-probabilities token by token; a NaN on one side counts as infinitely far."""
-    a, b = (np.concatenate([np.asarray(x, np.float32) for x in side]) for side in (rollout, trainer))
+    a, b = (
+        np.concatenate([np.asarray(x, np.float32) for x in side]) for side in (rollout, trainer)
+    )
     if a.shape != b.shape:
         raise ValueError(f"{a.size} rollout log-probabilities against {b.size} of the trainer")
     same = a.view(np.int32) == b.view(np.int32)

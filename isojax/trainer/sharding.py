@@ -30,7 +30,8 @@ class Placement:
 
     shape: global. param: the spec of the parameter. axis: what "data" cuts besides, or None.
     state: the spec of gradient, master copy and optimizer state. copies: how often each head stands
-    in the last axis (more than once where model ranks outnumber key and value heads).
+    in the last axis (more than once where model ranks outnumber key and value heads); head: its
+    width.
     """
 
     shape: tuple[int, ...]
@@ -38,6 +39,7 @@ class Placement:
     axis: int | None
     state: PartitionSpec
     copies: int = 1
+    head: int = 1
 
     @property
     def owned(self) -> bool:
@@ -46,7 +48,7 @@ class Placement:
 
 
 def place(
-    shape: tuple[int, ...], spec: PartitionSpec, policy: Policy, copies: int = 1
+    shape: tuple[int, ...], spec: PartitionSpec, policy: Policy, copies: int = 1, head: int = 1
 ) -> Placement:
     """Cut over "data" the longest whole axis that `policy.batch_leaves` divides, if any."""
     names = axis_names(spec, len(shape))
@@ -57,12 +59,12 @@ def place(
     state = [n[0] if len(n) == 1 else (n or None) for n in names]
     if axis is not None:
         state[axis] = DATA
-    return Placement(tuple(shape), spec, axis, PartitionSpec(*state), copies)
+    return Placement(tuple(shape), spec, axis, PartitionSpec(*state), copies, head)
 
 
 def placements(parameters: Any, policy: Policy) -> Any:
     """`place` for a tree of `isojax.models.params.Parameter`."""
-    return jax.tree.map(lambda p: place(p.shape, p.spec, policy, p.copies), parameters)
+    return jax.tree.map(lambda p: place(p.shape, p.spec, policy, p.copies, p.head), parameters)
 
 
 @op("reduce_gradient", static=("placement", "layout"))

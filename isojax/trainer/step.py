@@ -80,13 +80,19 @@ class Trainer:
         self.adamw = adamw
         self.microbatch_tokens = microbatch_tokens
         self.remat = remat
-        self.placements = placements(parameters(model, policy, layout), policy)
+        described = parameters(model, policy, layout)
+        self.placements = placements(described, policy)
         param = jax.tree.map(lambda at: at.param, self.placements)
         blocks = jax.tree.map(lambda at: at.state, self.placements)
-        state = optimizer.state_specs(adamw, self.placements)
+        like_state = optimizer.like_state(adamw, self.placements)
+        state = jax.tree.map(lambda at: at.state, like_state)
         none = PartitionSpec()
         self.specs = TrainState(param, blocks, state)
         self._init = jax.jit(shard(self._rank_init, mesh, (param,), (blocks, state)))
+        self._cast = jax.jit(
+            lambda master: jax.tree.map(lambda p, m: m.astype(p.dtype), described, master),
+            out_shardings=self.shardings(param),
+        )
         self._zeros = jax.jit(
             lambda: (
                 jax.tree.map(lambda at: jnp.zeros(at.shape, jnp.float32), self.placements),
@@ -96,7 +102,10 @@ class Trainer:
         )
         self._add = jax.jit(
             lambda params, totals, batch, loss: shard(
-                partial(self._rank_add, loss=loss), mesh, (param, (blocks, none), ROWS), (blocks, none)
+                partial(self._rank_add, loss=loss),
+                mesh,
+                (param, (blocks, none), ROWS),
+                (blocks, none),
             )(params, totals, batch),
             static_argnums=3,
             donate_argnums=1,
@@ -118,6 +127,17 @@ class Trainer:
     def init(self, params: Any) -> TrainState:
         """A fresh optimizer for weights that lie on the mesh as `isojax.models.params` places them."""
         return TrainState(params, *self._init(params))
+
+    def abstract_state(self) -> tuple[Any, Any]:
+        """Global shapes and dtypes of (master weights, optimizer state)."""
+        master = jax.tree.map(
+            lambda at: jax.ShapeDtypeStruct(at.shape, jnp.float32), self.placements
+        )
+        return master, jax.eval_shape(self.adamw.transformation().init, master)
+
+    def with_params(self, master: Any, opt: Any) -> TrainState:
+        """A state from master weights and optimizer state: the weights are the former, rounded."""
+        return TrainState(self._cast(master), master, opt)
 
     def step(
         self, state: TrainState, examples: Sequence[Example], loss: Loss
