@@ -1,4 +1,4 @@
-"""One training or scoring call on one rank: whole sequences through the one forward, a fresh cache."""
+"""One training or scoring call on one rank: whole sequences through the one forward."""
 
 from collections.abc import Callable
 from typing import Any
@@ -55,7 +55,7 @@ def all_rows(x: jax.Array, layout: Layout) -> jax.Array:
 
 
 def put(batch: TrainBatch, mesh: Mesh) -> TrainBatch:
-    """A call's global arrays onto the mesh, rows over "data". Every process passes the same arrays."""
+    """A call's global arrays onto the mesh, rows over "data"; the same arrays on every process."""
     sharding = NamedSharding(mesh, ROWS)
 
     def one(x: np.ndarray) -> jax.Array:

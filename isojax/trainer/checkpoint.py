@@ -9,12 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import orbax.checkpoint as ocp
-from jax.sharding import NamedSharding, PartitionSpec
 
-from isojax.trainer import optimizer
-from isojax.trainer.sharding import Placement
 from isojax.trainer.step import Trainer, TrainState
 
 
@@ -26,19 +22,15 @@ class Checkpoints:
 
     def __init__(self, folder: Path, trainer: Trainer, *, keep: int = 2) -> None:
         self._trainer = trainer
-        placements = (trainer.placements, optimizer.like_state(trainer.adamw, trainer.placements))
-        self._placements = placements
         options = ocp.CheckpointManagerOptions(max_to_keep=keep, cleanup_tmp_directories=True)
         self._manager = ocp.CheckpointManager(folder.absolute(), options=options)
 
     def save(self, step: int, state: TrainState, position: dict[str, Any]) -> None:
-        """Save after `step` steps; `position` is a JSON object. An existing one is left as it is."""
+        """Save after `step` steps; `position` is a JSON object. One that exists is kept."""
         if step in self._manager.all_steps():
             return
         args = ocp.args.Composite(
-            state=ocp.args.StandardSave(
-                jax.tree.map(_distinct, self._placements, (state.master, state.optimizer))
-            ),
+            state=ocp.args.StandardSave(self._trainer.stored(state)),
             position=ocp.args.JsonSave(position),
         )
         self._manager.save(step, args=args)
@@ -66,24 +58,9 @@ class Checkpoints:
           FileNotFoundError: if there is no checkpoint.
           ValueError: if it is one of another model.
         """
-        trainer = self._trainer
-
-        def stored(at: Placement, x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-            spec = tuple(at.state)
-            if at.copies > 1:
-                spec = (*spec[:-1], None)
-            sharding = NamedSharding(trainer.mesh, PartitionSpec(*spec))
-            whole = jax.eval_shape(lambda x: _distinct(at, x), x)
-            return jax.ShapeDtypeStruct(whole.shape, whole.dtype, sharding=sharding)
-
-        target = jax.tree.map(stored, self._placements, trainer.abstract_state())
-        args = ocp.args.Composite(state=ocp.args.StandardRestore(target))
+        args = ocp.args.Composite(state=ocp.args.StandardRestore(self._trainer.abstract_stored()))
         found = self._manager.restore(self._existing(step), args=args)["state"]
-        expand = jax.jit(
-            lambda found: jax.tree.map(_with_copies, self._placements, found),
-            out_shardings=trainer.shardings((trainer.specs.master, trainer.specs.optimizer)),
-        )
-        return trainer.with_params(*expand(found))
+        return self._trainer.from_stored(found)
 
     def close(self) -> None:
         """Wait for what is being written."""
@@ -94,19 +71,3 @@ class Checkpoints:
         if step is None or step not in self._manager.all_steps():
             raise FileNotFoundError(f"no checkpoint of step {step} in {self._manager.directory}")
         return step
-
-
-def _distinct(at: Placement, x: jax.Array) -> jax.Array:
-    """Every head once."""
-    if at.copies == 1:
-        return x
-    heads = x.reshape(*x.shape[:-1], -1, at.copies, at.head)
-    return heads[..., 0, :].reshape(*x.shape[:-1], -1)
-
-
-def _with_copies(at: Placement, x: jax.Array) -> jax.Array:
-    """Every head as often as the mesh holds it."""
-    if at.copies == 1:
-        return x
-    heads = x.reshape(*x.shape[:-1], -1, at.head)
-    return jnp.repeat(heads, at.copies, axis=-2).reshape(*x.shape[:-1], -1)

@@ -81,7 +81,7 @@ def compare(
     clip_low: float,
     clip_high: float,
 ) -> Agreement:
-    """Compare float32 log-probabilities token by token; a NaN on one side counts as infinitely far."""
+    """Compare float32 log-probabilities token by token; a lone NaN counts as infinitely far."""
     a, b = (
         np.concatenate([np.asarray(x, np.float32) for x in side]) for side in (rollout, trainer)
     )

@@ -9,6 +9,7 @@ import dataclasses
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
@@ -117,3 +118,27 @@ def leaf_axes(placement: Placement, policy: Policy) -> tuple[tuple[int, int], ..
                 size //= placement.copies
             found.append((axis, min(cap, size & -size)))
     return tuple(found)
+
+
+def stored(at: Placement) -> Placement:
+    """How a checkpoint places a tensor's state: each head once, uncut where heads were copied."""
+    if at.copies == 1:
+        return at
+    spec = PartitionSpec(*tuple(at.state)[:-1], None)
+    return Placement((*at.shape[:-1], at.shape[-1] // at.copies), spec, None, spec)
+
+
+def distinct(at: Placement, x: jax.Array) -> jax.Array:
+    """Each head once, in the global view."""
+    if at.copies == 1:
+        return x
+    heads = x.reshape(*x.shape[:-1], -1, at.copies, at.head)
+    return heads[..., 0, :].reshape(*x.shape[:-1], -1)
+
+
+def with_copies(at: Placement, x: jax.Array) -> jax.Array:
+    """Each head as often as the mesh holds it, in the global view."""
+    if at.copies == 1:
+        return x
+    heads = x.reshape(*x.shape[:-1], -1, at.head)
+    return jnp.repeat(heads, at.copies, axis=-2).reshape(*x.shape[:-1], -1)

@@ -21,7 +21,7 @@ from isojax.trainer.gradients import add_gradients
 from isojax.trainer.loss import STATS, Loss
 from isojax.trainer.optimizer import AdamW
 from isojax.trainer.packing import Example, TrainBatch, pack
-from isojax.trainer.sharding import placements
+from isojax.trainer.sharding import Placement, distinct, placements, stored, with_copies
 
 
 @partial(register_dataclass, data_fields=["params", "master", "optimizer"], meta_fields=[])
@@ -39,8 +39,8 @@ class TrainState:
 class StepResult:
     """What one optimizer step measured over its minibatch.
 
-    loss: sum of weighted token losses. grad_norm: before clipping. learning_rate: that was applied.
-    tokens: that took part. totals: sums of the columns of `loss.STATS`, by name.
+    loss: mean over tokens. grad_norm: before clipping. learning_rate: that was applied.
+    totals: sums over tokens of the columns of `loss.STATS`, by name.
     """
 
     loss: float
@@ -50,7 +50,13 @@ class StepResult:
 
     @property
     def tokens(self) -> float:
+        """How many took part."""
         return self.totals["tokens"]
+
+    @property
+    def finite(self) -> bool:
+        """Whether the gradient was; if not, no weight was changed."""
+        return bool(np.isfinite(self.grad_norm))
 
     @property
     def clip_fraction(self) -> float:
@@ -84,14 +90,23 @@ class Trainer:
         self.placements = placements(described, policy)
         param = jax.tree.map(lambda at: at.param, self.placements)
         blocks = jax.tree.map(lambda at: at.state, self.placements)
-        like_state = optimizer.like_state(adamw, self.placements)
-        state = jax.tree.map(lambda at: at.state, like_state)
+        placed = (self.placements, optimizer.like_state(adamw, self.placements))
+        state = jax.tree.map(lambda at: at.state, placed[1])
         none = PartitionSpec()
         self.specs = TrainState(param, blocks, state)
         self._init = jax.jit(shard(self._rank_init, mesh, (param,), (blocks, state)))
         self._cast = jax.jit(
             lambda master: jax.tree.map(lambda p, m: m.astype(p.dtype), described, master),
             out_shardings=self.shardings(param),
+        )
+        self._placed = placed
+        self._stored = jax.jit(
+            lambda x: jax.tree.map(distinct, placed, x),
+            out_shardings=self.shardings(jax.tree.map(lambda at: stored(at).state, placed)),
+        )
+        self._unstored = jax.jit(
+            lambda x: jax.tree.map(with_copies, placed, x),
+            out_shardings=self.shardings((blocks, state)),
         )
         self._zeros = jax.jit(
             lambda: (
@@ -114,7 +129,7 @@ class Trainer:
             shard(
                 self._rank_update,
                 mesh,
-                (blocks, self.specs, none),
+                (blocks, self.specs),
                 (self.specs, none),
             ),
             donate_argnums=(0, 1),
@@ -125,18 +140,31 @@ class Trainer:
         return jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), specs)
 
     def init(self, params: Any) -> TrainState:
-        """A fresh optimizer for weights that lie on the mesh as `isojax.models.params` places them."""
+        """A fresh optimizer for weights placed on the mesh by `isojax.models.params`."""
         return TrainState(params, *self._init(params))
 
-    def abstract_state(self) -> tuple[Any, Any]:
-        """Global shapes and dtypes of (master weights, optimizer state)."""
-        master = jax.tree.map(
-            lambda at: jax.ShapeDtypeStruct(at.shape, jnp.float32), self.placements
-        )
-        return master, jax.eval_shape(self.adamw.transformation().init, master)
+    def stored(self, state: TrainState) -> Any:
+        """(master weights, optimizer state) as a checkpoint keeps them: the same on every mesh."""
+        return self._stored((state.master, state.optimizer))
 
-    def with_params(self, master: Any, opt: Any) -> TrainState:
-        """A state from master weights and optimizer state: the weights are the former, rounded."""
+    def abstract_stored(self) -> Any:
+        """Shapes, dtypes and shardings of `stored`."""
+
+        def like(at: Placement) -> jax.ShapeDtypeStruct:
+            at = stored(at)
+            dtype = jnp.float32 if at.shape else jnp.int32  # the optimizer's counters
+            return jax.ShapeDtypeStruct(
+                at.shape, dtype, sharding=NamedSharding(self.mesh, at.state)
+            )
+
+        return jax.tree.map(like, self._placed)
+
+    def from_stored(self, found: Any) -> TrainState:
+        """The state of which `found` is what `stored` gave, on this mesh or another.
+
+        The weights are the master weights, rounded to their dtypes.
+        """
+        master, opt = self._unstored(found)
         return TrainState(self._cast(master), master, opt)
 
     def step(
@@ -146,9 +174,7 @@ class Trainer:
 
         The loss is the mean over all predicted tokens of examples with weight, whichever rank or
         microbatch holds them. A minibatch without such tokens changes nothing.
-
-        Raises:
-          FloatingPointError: if the gradient is not finite; the weights were left as they were.
+        Nor does one whose gradient is not finite: see `StepResult.finite`.
         """
         tokens = sum(example.predicted for example in examples if example.weight)
         if not tokens:
@@ -162,10 +188,6 @@ class Trainer:
         gradients, sums = totals
         state, (norm, rate) = self._update(gradients, state)
         sums, norm, rate = jax.device_get((sums, norm, rate))
-        if not np.isfinite(norm):
-            raise FloatingPointError(
-                f"the gradient's norm is {norm}: no weight was changed (loss {sums[0]})"
-            )
         by_name = dict(zip(STATS, map(float, sums[1:]), strict=True))
         return state, StepResult(float(sums[0]), float(norm), float(rate), by_name)
 
