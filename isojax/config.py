@@ -123,8 +123,8 @@ class AlgorithmConfig:
     clip_low: the ratio of probabilities is held above 1 - clip_low.
     clip_high: and below 1 + clip_high.
     dual_clip: with a negative advantage the loss is at most dual_clip * |advantage|.
-    mismatch_cap: a token counts as mismatch-clipped when the trainer's probability of it, before the
-      update, exceeds the rollout's by this factor.
+    mismatch_cap: a token counts as mismatch-clipped when the trainer's probability of it, before
+      the update, exceeds the rollout's by this factor.
     normalize_by_std: divide a group's centred rewards by their standard deviation.
     dynamic_sampling: drop groups whose rewards are all alike, and sample until the batch is full.
     max_sampling_rounds: how many rounds of sampling fill one batch at most.
@@ -281,8 +281,8 @@ class RunConfig:
         if tokens % chunk or tokens < self.max_length:
             raise ValueError(
                 f"trainer.microbatch_tokens ({tokens}) must be a multiple of policy.chunk "
-                f"({chunk}) and hold the longest sequence (data.max_prompt_tokens + sampler.max_tokens = "
-                f"{self.max_length})"
+                f"({chunk}) and hold the longest sequence (data.max_prompt_tokens + "
+                f"sampler.max_tokens = {self.max_length})"
             )
         if algorithm.overlong_buffer > self.sampler.max_tokens:
             raise ValueError(

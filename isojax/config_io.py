@@ -63,7 +63,7 @@ def build[T](cls: type[T], table: Mapping[str, Any]) -> T:
     """
     problems: list[str] = []
     instance = _build(cls, table, "", problems)
-    if problems:
+    if instance is None or problems:
         raise ConfigError("; ".join(problems))
     return instance
 
@@ -137,7 +137,7 @@ def leaves(cls: type, prefix: str = "") -> Iterator[tuple[str, Any, str]]:
         hint, name = hints[field.name], prefix + field.name
         nested = [kind for kind in _members(hint) if dataclasses.is_dataclass(kind)]
         if nested:
-            yield from leaves(nested[0], name + ".")
+            yield from leaves(typing.cast(type, nested[0]), name + ".")
         else:
             yield name, hint, texts.get(field.name, "")
 
@@ -147,7 +147,7 @@ def _build[T](cls: type[T], table: Any, prefix: str, problems: list[str]) -> T |
         problems.append(f"{prefix.rstrip('.')}: expected a table, got {_quote(table)}")
         return None
     hints = typing.get_type_hints(cls)
-    fields = {field.name: field for field in dataclasses.fields(cls)}
+    fields = {field.name: field for field in dataclasses.fields(typing.cast(Any, cls))}
     before = len(problems)
     for key in table:
         if key not in fields:
