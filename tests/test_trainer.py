@@ -208,13 +208,13 @@ def test_a_minibatch_without_weight_changes_nothing():
 
 def test_compare():
     a = [np.asarray([-1.0, -2.0], np.float32), np.asarray([-0.5], np.float32)]
-    same = compare(a, a, 0.2, 0.28)
+    same = compare(a, a, 1.5)
     assert same.exact and same.diff_max == 0.0 and same.tokens == 3 and same.clipped == 0
     b = [a[0] + np.asarray([0.0, 0.5], np.float32), a[1]]
-    far = compare(a, b, 0.2, 0.28)
+    far = compare(a, b, 1.5)
     assert (far.differing, far.clipped) == (1, 1)
     assert far.diff_max == 0.5 and far.diff_mean == pytest.approx(0.5 / 3)
-    zero = compare([np.float32([0.0])], [np.float32([-0.0])], 0.2, 0.28)
+    zero = compare([np.float32([0.0])], [np.float32([-0.0])], 1.5)
     assert not zero.exact and zero.diff_max == 0.0
-    lost = compare([np.float32([np.nan])], [np.float32([-1.0])], 0.2, 0.28)
+    lost = compare([np.float32([np.nan])], [np.float32([-1.0])], 1.5)
     assert lost.diff_max == np.inf and lost.clipped == 1

@@ -31,15 +31,16 @@ STATS = ("tokens", "clipped_high", "clipped_low", "clipped_dual", "negative_logp
 class PolicyLoss:
     """Clipped policy gradient of tokens.
 
+    The probabilities are those over the set that a truncating sampler kept: the whole vocabulary
+    where it kept all of it, and then they are the full ones to the last bit.
+
     clip_low, clip_high: the ratio of probabilities is held in [1 - clip_low, 1 + clip_high].
     dual_clip: with a negative advantage the loss is at most dual_clip * |advantage|.
-    renormalise: use the probabilities renormalised over the set that a truncating sampler kept.
     """
 
     clip_low: float = 0.2
     clip_high: float = 0.28
     dual_clip: float = 10.0
-    renormalise: bool = False
 
     def __post_init__(self) -> None:
         if not (0 <= self.clip_low < 1 and self.clip_high >= 0 and self.dual_clip > 1):
@@ -53,7 +54,7 @@ class PolicyLoss:
     ) -> tuple[jax.Array, jax.Array]:
         """Log-probabilities [T] over the full and the kept vocabulary -> loss [T], stats [T, K]."""
         return policy_loss(
-            kept if self.renormalise else full,
+            kept,
             batch.old_logp,
             batch.advantage,
             batch.weight,

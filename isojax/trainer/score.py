@@ -61,7 +61,7 @@ class Agreement:
     """How far two sets of log-probabilities of the same tokens are apart.
 
     differing: tokens whose bit patterns differ. diff_max, diff_mean: of |a - b|, nats.
-    clipped: tokens whose ratio exp(b - a) leaves the clipping range although no weight has moved.
+    clipped: tokens whose ratio exp(b - a) would be clipped although no weight has moved.
     """
 
     tokens: int
@@ -75,13 +75,11 @@ class Agreement:
         return self.differing == 0
 
 
-def compare(
-    rollout: Sequence[np.ndarray],
-    trainer: Sequence[np.ndarray],
-    clip_low: float,
-    clip_high: float,
-) -> Agreement:
-    """Compare float32 log-probabilities token by token; a lone NaN counts as infinitely far."""
+def compare(rollout: Sequence[np.ndarray], trainer: Sequence[np.ndarray], cap: float) -> Agreement:
+    """Compare float32 log-probabilities token by token; a lone NaN counts as infinitely far.
+
+    cap: a ratio of probabilities (trainer to rollout) above it is counted as clipped.
+    """
     a, b = (
         np.concatenate([np.asarray(x, np.float32) for x in side]) for side in (rollout, trainer)
     )
@@ -97,5 +95,5 @@ def compare(
         differing=int((~same).sum()),
         diff_max=float(np.abs(gap).max(initial=0.0)),
         diff_mean=float(np.abs(gap).mean()) if a.size else 0.0,
-        clipped=int(((ratio < 1 - clip_low) | (ratio > 1 + clip_high)).sum()),
+        clipped=int((ratio > cap).sum()),
     )
