@@ -138,14 +138,13 @@ def test_a_gradient_that_is_not_finite_changes_nothing():
     jax.tree.map(same, (master, state, params), (new_master, new_state, new_params))
 
 
-def test_copied_heads_count_once():
-    """2 heads of 8 columns on 4 model ranks stand twice in the array, and once in the norm."""
-    value = jnp.asarray(np.random.default_rng(4).normal(size=(16, 2, 8)), jnp.float32)
+def test_the_tree_is_that_of_the_finest_cut():
+    """An axis that one mesh leaves whole, having more ranks than heads, is summed as if cut."""
+    value = jnp.asarray(np.random.default_rng(4).normal(size=(16, 24)), jnp.float32)
     norms = []
-    for mesh, copies in (("1x1", 1), ("1x2", 1), ("1x4", 2), ("2x4", 2), ("1x8", 4)):
+    for mesh, spec in (("1x1", P(None, "model")), ("2x2", P(None, "model")), ("2x4", P())):
         layout = Layout.parse(mesh)
-        held = jnp.repeat(value, copies, axis=1).reshape(16, -1)
-        at = place(held.shape, P(None, "model"), POLICY, copies)
+        at = place(value.shape, spec, POLICY, finest=P(None, "model"))
 
         def norm(block, at=at, layout=layout):
             return optimizer.square_sum(block, placement=at, policy=POLICY, layout=layout)
@@ -153,7 +152,7 @@ def test_copied_heads_count_once():
         mapped = jax.shard_map(
             norm, mesh=layout.mesh(), in_specs=at.state, out_specs=P(), check_vma=False
         )
-        norms.append(np.asarray(jax.jit(mapped)(held)).view(np.int32))
+        norms.append(np.asarray(jax.jit(mapped)(value)).view(np.int32))
     assert len(set(map(int, norms))) == 1
     np.testing.assert_allclose(norms[0].view(np.float32), (value * value).sum(), rtol=1e-6)
 

@@ -1,8 +1,8 @@
 """Checkpoints of a run: written whole or not at all, resumable on another mesh.
 
-The float32 master weights and the optimizer state are stored in their global shape, every key and
-value head once however many model ranks hold a copy of it. Weights in their own dtype are one cast
-away and are not stored. Beside them lies a JSON object with everything else a run needs to go on.
+The float32 master weights and the optimizer state are stored in their global shape. Weights in
+their own dtype are one cast away and are not stored. Beside them lies a JSON object with everything
+else that a run needs to go on.
 """
 
 from pathlib import Path
@@ -30,7 +30,7 @@ class Checkpoints:
         if step in self._manager.all_steps():
             return
         args = ocp.args.Composite(
-            state=ocp.args.StandardSave(self._trainer.stored(state)),
+            state=ocp.args.StandardSave((state.master, state.optimizer)),
             position=ocp.args.JsonSave(position),
         )
         self._manager.save(step, args=args)
@@ -58,9 +58,9 @@ class Checkpoints:
           FileNotFoundError: if there is no checkpoint.
           ValueError: if it is one of another model.
         """
-        args = ocp.args.Composite(state=ocp.args.StandardRestore(self._trainer.abstract_stored()))
+        args = ocp.args.Composite(state=ocp.args.StandardRestore(self._trainer.abstract_state()))
         found = self._manager.restore(self._existing(step), args=args)["state"]
-        return self._trainer.from_stored(found)
+        return self._trainer.from_master(*found)
 
     def close(self) -> None:
         """Wait for what is being written."""

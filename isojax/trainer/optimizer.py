@@ -13,13 +13,12 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
-from jax.sharding import PartitionSpec
 
 from isojax.mesh import DATA, MODEL, Layout
 from isojax.numerics.policy import Policy
 from isojax.numerics.trees import pair_sum, tree_sum
 from isojax.ops.op import op
-from isojax.trainer.sharding import Placement, axis_names, gather, leaf_axes, scatter
+from isojax.trainer.sharding import Placement, axis_names, gather, scatter
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,7 +75,7 @@ def like_state(adamw: AdamW, placements: Any) -> Any:
         lambda _, placement: placement,
         jax.eval_shape(transformation.init, shapes),
         placements,
-        transform_non_params=lambda _: Placement((), PartitionSpec(), None, PartitionSpec()),
+        transform_non_params=lambda _: Placement(),
     )
 
 
@@ -104,31 +103,25 @@ def square_sum(
     summed by halving, the first axis first; the grid of leaves is gathered and summed by pairs,
     axis by axis.
     """
-    names = axis_names(placement.state, block.ndim)
     ranks = {DATA: layout.data, MODEL: layout.model}
-    cut = {axis: (leaves, names[axis]) for axis, leaves in leaf_axes(placement, policy)}
+    over = axis_names(placement.state, block.ndim)
+    leaves = dict(placement.leaves)
     grid = block * block
-    kept = 0  # leaf axes so far stand in front
+    kept = 0  # the leaf axes so far stand in front
     for axis in range(block.ndim):
-        if axis not in cut:
+        if axis not in leaves:
             grid = tree_sum(grid, kept)
             continue
-        leaves, over = cut[axis]
-        copies = placement.copies if axis == block.ndim - 1 else 1
-        leaves = leaves * copies // math.prod(ranks[name] for name in over)
-        if leaves == 0:
+        own = leaves[axis] // math.prod(ranks[name] for name in over[axis])
+        if own == 0:
             raise ValueError(f"mesh {layout} cuts axis {axis} of {placement.shape} too finely")
-        shape = grid.shape
-        grid = grid.reshape(*shape[:kept], leaves, -1, *shape[kept + 1 :])
+        grid = grid.reshape(*grid.shape[:kept], own, -1, *grid.shape[kept + 1 :])
         grid = tree_sum(grid, kept + 1)
         kept += 1
-    for i, (axis, (_, over)) in enumerate(cut.items()):
-        for name in reversed(over):
+    for i, axis in enumerate(leaves):
+        for name in reversed(over[axis]):
             if ranks[name] > 1:
-                grid = lax.all_gather(grid, name, axis=i, tiled=False)
-                if name == MODEL and axis == block.ndim - 1:  # one of each copy counts
-                    grid = lax.slice_in_dim(grid, 0, None, placement.copies, axis=i)
-                grid = lax.collapse(grid, i, i + 2)
+                grid = lax.all_gather(grid, name, axis=i, tiled=True)
     while grid.ndim:
         grid = pair_sum(grid)
     return grid

@@ -29,8 +29,8 @@ class Example:
       least 1.
     inverse_temperature: what logits are multiplied by before the softmax.
     threshold [R]: float32, where the sampler cut the vocabulary; None where it kept all of it.
-    old_logp [R]: float32 log-probabilities under the policy that sampled, over the set it kept; None
-      outside RL.
+    old_logp [R]: float32 log-probabilities under the policy that sampled, over the set it kept;
+      None outside RL.
     advantage: of every predicted token.
     weight: 1 for a sequence that takes part in the loss, 0 for one that is filtered out.
     """

@@ -6,14 +6,16 @@ meshes.
 """
 
 import dataclasses
+import math
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
 from isojax.mesh import DATA, MODEL, Layout
+from isojax.models.config import ModelConfig
+from isojax.models.params import parameters
 from isojax.numerics.policy import Policy
 from isojax.numerics.trees import pair_sum
 from isojax.ops.op import op
@@ -27,20 +29,18 @@ def axis_names(spec: PartitionSpec, ndim: int) -> tuple[tuple[str, ...], ...]:
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """How one tensor is cut.
+    """How one tensor is cut, and the tree of its sums.
 
     shape: global. param: the spec of the parameter. axis: what "data" cuts besides, or None.
-    state: the spec of gradient, master copy and optimizer state. copies: how often each head stands
-    in the last axis (more than once where model ranks outnumber key and value heads); head: its
-    width.
+    state: the spec of gradient, master copy and optimizer state.
+    leaves: (axis, leaves) of every axis that some mesh cuts, the same on every mesh.
     """
 
-    shape: tuple[int, ...]
-    param: PartitionSpec
-    axis: int | None
-    state: PartitionSpec
-    copies: int = 1
-    head: int = 1
+    shape: tuple[int, ...] = ()
+    param: PartitionSpec = PartitionSpec()
+    axis: int | None = None
+    state: PartitionSpec = PartitionSpec()
+    leaves: tuple[tuple[int, int], ...] = ()
 
     @property
     def owned(self) -> bool:
@@ -49,23 +49,42 @@ class Placement:
 
 
 def place(
-    shape: tuple[int, ...], spec: PartitionSpec, policy: Policy, copies: int = 1, head: int = 1
+    shape: tuple[int, ...],
+    spec: PartitionSpec,
+    policy: Policy,
+    finest: PartitionSpec | None = None,
 ) -> Placement:
-    """Cut over "data" the longest whole axis that `policy.batch_leaves` divides, if any."""
-    names = axis_names(spec, len(shape))
+    """Cut over "data" the longest whole axis that `policy.batch_leaves` divides, if any.
+
+    finest: the spec with every axis that some mesh cuts, where `spec` leaves one whole because the
+    mesh has more ranks than it has heads.
+    """
+    names, most = axis_names(spec, len(shape)), axis_names(finest or spec, len(shape))
     axis = None
     if not any(DATA in n for n in names):
-        free = [i for i, n in enumerate(names) if not n and shape[i] % policy.batch_leaves == 0]
+        free = [i for i, n in enumerate(most) if not n and shape[i] % policy.batch_leaves == 0]
         axis = max(free, key=lambda i: (shape[i], -i), default=None)
-    state = [n[0] if len(n) == 1 else (n or None) for n in names]
-    if axis is not None:
-        state[axis] = DATA
-    return Placement(tuple(shape), spec, axis, PartitionSpec(*state), copies, head)
+
+    def with_data(names: tuple[tuple[str, ...], ...]) -> list[tuple[str, ...]]:
+        return [(DATA,) if i == axis else n for i, n in enumerate(names)]
+
+    parts = {DATA: policy.batch_leaves, MODEL: policy.leaves}
+    leaves = tuple(
+        (i, math.gcd(shape[i], math.prod(parts[name] for name in n)))
+        for i, n in enumerate(with_data(most))
+        if n
+    )
+    state = PartitionSpec(*(n[0] if len(n) == 1 else (n or None) for n in with_data(names)))
+    return Placement(tuple(shape), spec, axis, state, leaves)
 
 
-def placements(parameters: Any, policy: Policy) -> Any:
-    """`place` for a tree of `isojax.models.params.Parameter`."""
-    return jax.tree.map(lambda p: place(p.shape, p.spec, policy, p.copies, p.head), parameters)
+def placements(model: ModelConfig, policy: Policy, layout: Layout) -> Any:
+    """`place` for every parameter of a model."""
+    return jax.tree.map(
+        lambda p, finest: place(p.shape, p.spec, policy, finest.spec),
+        parameters(model, policy, layout),
+        parameters(model, policy, Layout()),
+    )
 
 
 @op("reduce_gradient", static=("placement", "layout"))
@@ -98,47 +117,3 @@ def scatter(block: jax.Array, placement: Placement, layout: Layout) -> jax.Array
         return block
     size = block.shape[placement.axis] // layout.data
     return lax.dynamic_slice_in_dim(block, lax.axis_index(DATA) * size, size, placement.axis)
-
-
-def leaf_axes(placement: Placement, policy: Policy) -> tuple[tuple[int, int], ...]:
-    """(axis, leaves) of every axis of `placement.state` that a mesh may cut.
-
-    Leaves: the largest power of two that divides the axis, up to what its mesh axes may be cut
-      into.
-    """
-    most = {DATA: policy.batch_leaves, MODEL: policy.leaves}
-    found = []
-    for axis, names in enumerate(axis_names(placement.state, len(placement.shape))):
-        if names:
-            cap = 1
-            for name in names:
-                cap *= most[name]
-            size = placement.shape[axis]
-            if axis == len(placement.shape) - 1:
-                size //= placement.copies
-            found.append((axis, min(cap, size & -size)))
-    return tuple(found)
-
-
-def stored(at: Placement) -> Placement:
-    """How a checkpoint places a tensor's state: each head once, uncut where heads were copied."""
-    if at.copies == 1:
-        return at
-    spec = PartitionSpec(*tuple(at.state)[:-1], None)
-    return Placement((*at.shape[:-1], at.shape[-1] // at.copies), spec, None, spec)
-
-
-def distinct(at: Placement, x: jax.Array) -> jax.Array:
-    """Each head once, in the global view."""
-    if at.copies == 1:
-        return x
-    heads = x.reshape(*x.shape[:-1], -1, at.copies, at.head)
-    return heads[..., 0, :].reshape(*x.shape[:-1], -1)
-
-
-def with_copies(at: Placement, x: jax.Array) -> jax.Array:
-    """Each head as often as the mesh holds it, in the global view."""
-    if at.copies == 1:
-        return x
-    heads = x.reshape(*x.shape[:-1], -1, at.head)
-    return jnp.repeat(heads, at.copies, axis=-2).reshape(*x.shape[:-1], -1)

@@ -21,7 +21,7 @@ from isojax.trainer.gradients import add_gradients
 from isojax.trainer.loss import STATS, Loss
 from isojax.trainer.optimizer import AdamW
 from isojax.trainer.packing import Example, TrainBatch, pack
-from isojax.trainer.sharding import Placement, distinct, placements, stored, with_copies
+from isojax.trainer.sharding import Placement, placements
 
 
 @partial(register_dataclass, data_fields=["params", "master", "optimizer"], meta_fields=[])
@@ -87,7 +87,7 @@ class Trainer:
         self.microbatch_tokens = microbatch_tokens
         self.remat = remat
         described = parameters(model, policy, layout)
-        self.placements = placements(described, policy)
+        self.placements = placements(model, policy, layout)
         param = jax.tree.map(lambda at: at.param, self.placements)
         blocks = jax.tree.map(lambda at: at.state, self.placements)
         placed = (self.placements, optimizer.like_state(adamw, self.placements))
@@ -100,14 +100,6 @@ class Trainer:
             out_shardings=self.shardings(param),
         )
         self._placed = placed
-        self._stored = jax.jit(
-            lambda x: jax.tree.map(distinct, placed, x),
-            out_shardings=self.shardings(jax.tree.map(lambda at: stored(at).state, placed)),
-        )
-        self._unstored = jax.jit(
-            lambda x: jax.tree.map(with_copies, placed, x),
-            out_shardings=self.shardings((blocks, state)),
-        )
         self._zeros = jax.jit(
             lambda: (
                 jax.tree.map(lambda at: jnp.zeros(at.shape, jnp.float32), self.placements),
@@ -143,15 +135,10 @@ class Trainer:
         """A fresh optimizer for weights placed on the mesh by `isojax.models.params`."""
         return TrainState(params, *self._init(params))
 
-    def stored(self, state: TrainState) -> Any:
-        """(master weights, optimizer state) as a checkpoint keeps them: the same on every mesh."""
-        return self._stored((state.master, state.optimizer))
-
-    def abstract_stored(self) -> Any:
-        """Shapes, dtypes and shardings of `stored`."""
+    def abstract_state(self) -> tuple[Any, Any]:
+        """Shapes, dtypes and shardings of (master weights, optimizer state)."""
 
         def like(at: Placement) -> jax.ShapeDtypeStruct:
-            at = stored(at)
             dtype = jnp.float32 if at.shape else jnp.int32  # the optimizer's counters
             return jax.ShapeDtypeStruct(
                 at.shape, dtype, sharding=NamedSharding(self.mesh, at.state)
@@ -159,12 +146,8 @@ class Trainer:
 
         return jax.tree.map(like, self._placed)
 
-    def from_stored(self, found: Any) -> TrainState:
-        """The state of which `found` is what `stored` gave, on this mesh or another.
-
-        The weights are the master weights, rounded to their dtypes.
-        """
-        master, opt = self._unstored(found)
+    def from_master(self, master: Any, opt: Any) -> TrainState:
+        """The state with these master weights (rounded, they are the weights) and optimizer state."""
         return TrainState(self._cast(master), master, opt)
 
     def step(
