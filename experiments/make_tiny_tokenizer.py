@@ -1,7 +1,7 @@
 """Make the tokenizer that ships with the package: byte-level BPE of 512 tokens.
 
-It is trained on easy reasoning-gym questions and their answers, so the words of a question are mostly one
-token each; digits stand alone. Ids 0 to 2 are <|endoftext|>, <|im_start|> and <|im_end|>.
+It is trained on easy reasoning-gym questions and their answers, so the words of a question are
+mostly one token each; digits stand alone. Ids 0, 1, 2: <|endoftext|>, <|im_start|>, <|im_end|>.
 
 usage: python experiments/make_tiny_tokenizer.py [FOLDER]
 """

@@ -20,8 +20,8 @@ class Tokenizer:
     """A tokenizer of a Hugging Face folder.
 
     vocab_size: ids are below it; a model's embedding may have more rows.
-    eos_ids: ids that end a response: the tokenizer's own and those of generation_config.json (without
-      that file, of config.json).
+    eos_ids: ids that end a response: the tokenizer's own and those of generation_config.json
+      (without that file, of config.json).
     pad_id, bos_id: or None.
     """
 
