@@ -5,6 +5,7 @@ import logging
 import pytest
 
 from isojax.config import DataConfig
+from isojax.rl import data
 from isojax.rl.data import prompt_stream
 from isojax.tokenizer import Tokenizer
 
@@ -108,9 +109,10 @@ def test_long_prompts_are_left_out_and_counted(tokenizer, tmp_path, caplog):
     assert "left out 2 prompts" in caplog.text
 
 
-def test_only_long_prompts_is_an_error(tokenizer, tmp_path):
+def test_only_long_prompts_is_an_error(tokenizer, tmp_path, monkeypatch):
+    monkeypatch.setattr(data, "_GIVE_UP", 20)
     config = jsonl(tmp_path, [{"prompt": "x " * 99, "answer": "1"}], max_prompt_tokens=10)
-    with pytest.raises(ValueError, match="in a row are longer"):
+    with pytest.raises(ValueError, match="20 prompts in a row are longer"):
         stream(tokenizer, config).take(1)
 
 
