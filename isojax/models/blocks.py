@@ -61,8 +61,12 @@ def attention_block(
     """Grouped-query attention with q/k norm, rotary positions and, if the model has it, an output gate."""
     m = s.model
     gated = m.attention_output_gate
+    copies = max(1, s.layout.model // m.num_key_value_heads)
     q, k, v, *gate = columns(
-        h, (p["q"], p["k"], p["v"], *([p["gate"]] if gated else [])), **s.ops
+        h,
+        (p["q"], p["k"], p["v"], *([p["gate"]] if gated else [])),
+        copies=(1, copies, copies, *([1] if gated else [])),
+        **s.ops,
     )
     q, k, v = (x.reshape(x.shape[0], -1, m.head_dim) for x in (q, k, v))
     q = rotary(rms_norm(q, p["q_norm"], heads=m.num_attention_heads, **s.norm), *table)
@@ -97,7 +101,8 @@ def delta_block(
     heads = lambda x, width: x.reshape(x.shape[0], -1, width)  # noqa: E731
     out, delta = gated_delta(
         heads(q, key_dim), heads(k, key_dim), heads(v, value_dim), a, b,
-        p["A_log"], p["dt_bias"], cache.delta, layer, batch, **s.ops,
+        p["A_log"], p["dt_bias"], cache.delta, layer, batch,
+        policy=s.policy, token_leaves=s.policy.batch_leaves // s.layout.data,
     )  # fmt: skip
     out = gated_rms_norm(
         out,
