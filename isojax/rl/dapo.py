@@ -65,8 +65,8 @@ def collect(
 ) -> Rollouts:
     """Sample groups until the rollout batch is full.
 
-    With dynamic sampling, groups whose rewards are all alike are dropped, and further rounds ask for
-    what is missing, in proportion to the share that was dropped so far.
+    With dynamic sampling, groups whose rewards are all alike are dropped, and further rounds ask
+    for what is missing, in proportion to the share that was dropped so far.
 
     Raises:
       RuntimeError: the engine refused a prompt.
@@ -97,7 +97,9 @@ def sample_groups(
     seed: int,
 ) -> list[Group]:
     """n samples of each prompt, scored."""
-    requests = [request_of(prompt, algorithm.samples_per_prompt, sampler, seed) for prompt in prompts]
+    requests = [
+        request_of(prompt, algorithm.samples_per_prompt, sampler, seed) for prompt in prompts
+    ]
     found = generate(requests)
     for prompt, completions in zip(prompts, found, strict=True):
         for completion in completions:
