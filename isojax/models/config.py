@@ -26,7 +26,7 @@ _ARCHITECTURES = {
 class ModelConfig:
     """Architecture of the text model. Hashable, so it can be a static argument.
 
-    model_type: one of MODEL_TYPES; decides the output gate, the form of the norms, the kinds of mixer.
+    model_type: one of MODEL_TYPES; decides the output gate, the form of the norms, the mixers.
     vocab_size: V, rows of the embedding.
     hidden_size: H, width of the residual stream.
     num_layers: decoder layers.
