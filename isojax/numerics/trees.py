@@ -1,7 +1,7 @@
 """Reduction trees written out in elementwise adds: the order of every sum is in the program text.
 
-XLA may schedule, tile and vectorise elementwise adds as it likes but never reassociates them, so the bits of
-a row follow from the row alone. All sums are float32.
+XLA may schedule, tile and vectorise elementwise adds as it likes but never reassociates them, so
+the bits of a row follow from the row alone. All sums are float32.
 """
 
 from collections.abc import Callable
