@@ -1,7 +1,7 @@
 """The blocks of the Qwen3 family, per rank: compositions of ops, with data movement between them.
 
-Every function takes a layer's parameters, normed rows h [T, H] and what it needs of the call, and gives
-rows [T, H] that are the same on every model rank.
+Every function takes a layer's parameters, normed rows h [T, H] and what it needs of the call, and
+gives rows [T, H] that are the same on every model rank.
 """
 
 import dataclasses
@@ -58,11 +58,17 @@ def attention_block(
     table: Table,
     s: Static,
 ) -> tuple[jax.Array, Cache]:
-    """Grouped-query attention with q/k norm, rotary positions and, if the model has it, an output gate."""
+    """Grouped-query attention with q/k norm, rotary positions and, if the model has it, an output
+    gate.
+    """
     m = s.model
     gated = m.attention_output_gate
+    copies = max(1, s.layout.model // m.num_key_value_heads)
     q, k, v, *gate = columns(
-        h, (p["q"], p["k"], p["v"], *([p["gate"]] if gated else [])), **s.ops
+        h,
+        (p["q"], p["k"], p["v"], *([p["gate"]] if gated else [])),
+        copies=(1, copies, copies, *([1] if gated else [])),
+        **s.ops,
     )
     q, k, v = (x.reshape(x.shape[0], -1, m.head_dim) for x in (q, k, v))
     q = rotary(rms_norm(q, p["q_norm"], heads=m.num_attention_heads, **s.norm), *table)
@@ -97,7 +103,8 @@ def delta_block(
     heads = lambda x, width: x.reshape(x.shape[0], -1, width)  # noqa: E731
     out, delta = gated_delta(
         heads(q, key_dim), heads(k, key_dim), heads(v, value_dim), a, b,
-        p["A_log"], p["dt_bias"], cache.delta, layer, batch, **s.ops,
+        p["A_log"], p["dt_bias"], cache.delta, layer, batch,
+        policy=s.policy, token_leaves=s.policy.batch_leaves // s.layout.data,
     )  # fmt: skip
     out = gated_rms_norm(
         out,

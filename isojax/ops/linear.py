@@ -3,16 +3,17 @@
 Row: out[t] depends on x[t] and the weight alone.
 Tree: `tree_dot` over the inputs; where ranks cut the inputs, `leaves` equal leaves and `pair_sum`.
 Rounding: operands are in the compute dtype, the sum is float32, the result is rounded once.
-Gradient: by x, a dot over outputs (a leaf tree, since columns are cut); by the weight, a sum over tokens in
-batch leaves, float32, of this data rank alone.
+Gradient: by x, a dot over outputs (a leaf tree, since columns are cut); by the weight, a sum over
+tokens in batch leaves, float32, of this data rank alone.
 """
 
 from functools import partial
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
-from isojax.mesh import Layout
+from isojax.mesh import MODEL, Layout
 from isojax.numerics.collectives import local_leaves, model_sum
 from isojax.numerics.policy import Policy
 from isojax.numerics.trees import leaf_dot, pair_sum, tree_dot
@@ -26,51 +27,83 @@ def weight_gradient(x: jax.Array, dy: jax.Array, policy: Policy, layout: Layout)
     return leaf_dot(x.T, dy, policy.batch_leaves // layout.data, policy.dot_width)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _columns(
-    policy: Policy, layout: Layout, x: jax.Array, ws: tuple[Parameter, ...]
-) -> tuple[jax.Array, ...]:
-    return tuple(tree_dot(x, weight.value(w), policy.dot_width).astype(x.dtype) for w in ws)
+def _own(w: jax.Array, copies: int, layout: Layout) -> jax.Array:
+    """This rank's columns of a weight; with copies, w is whole and `copies` ranks take the same."""
+    if copies == 1:
+        return w
+    width = w.shape[1] * copies // layout.model
+    first = lax.axis_index(MODEL) // copies * width
+    return lax.dynamic_slice_in_dim(w, first, width, axis=1)
 
 
-def _columns_forward(policy, layout, x, ws):
-    return _columns(policy, layout, x, ws), (x, ws)
+def _counted(x: jax.Array, copies: int) -> jax.Array:
+    """Of own columns x [..., N], the part that this rank stands for, neighbours having the rest."""
+    if copies == 1:
+        return x
+    width = x.shape[-1] // copies
+    first = lax.axis_index(MODEL) % copies * width
+    return lax.dynamic_slice_in_dim(x, first, width, axis=x.ndim - 1)
 
 
-def _columns_backward(policy, layout, saved, dys):
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _columns(static, x: jax.Array, ws: tuple[Parameter, ...]) -> tuple[jax.Array, ...]:
+    copies, policy, layout = static
+    own = [_own(weight.value(w), c, layout) for w, c in zip(ws, copies, strict=True)]
+    return tuple(tree_dot(x, w, policy.dot_width).astype(x.dtype) for w in own)
+
+
+def _columns_forward(static, x, ws):
+    return _columns(static, x, ws), (x, ws)
+
+
+def _columns_backward(static, saved, dys):
+    copies, policy, layout = static
     x, ws = saved
-    values = [weight.value(w) for w in ws]
+    parts = [
+        (_counted(dy, c), _counted(_own(weight.value(w), c, layout), c))
+        for w, dy, c in zip(ws, dys, copies, strict=True)
+    ]
     leaves = min(
         local_leaves(w.shape[1] * layout.model, policy.leaves, layout.model, "column linear")
-        for w in values
+        for _, w in parts
     )
     total = None  # [leaves, T, K]: every leaf first adds up its share of all the weights
-    for w, dy in zip(values, dys, strict=True):
+    for dy, w in parts:
         n = w.shape[1] // leaves
         dy_leaf = jnp.moveaxis(dy.reshape(dy.shape[0], leaves, n), 1, 0)
-        w_leaf = jnp.moveaxis(w.T.reshape(leaves, n, w.shape[0]), 0, 0)
-        part = tree_dot(dy_leaf, w_leaf, policy.dot_width)
+        part = tree_dot(dy_leaf, w.T.reshape(leaves, n, w.shape[0]), policy.dot_width)
         total = part if total is None else total + part
     dx = model_sum(pair_sum(total), layout).astype(x.dtype)
-    dws = tuple(
-        weight.cotangent(w, weight_gradient(x, dy, policy, layout))
-        for w, dy in zip(ws, dys, strict=True)
-    )
-    return dx, dws
+    dws = []
+    for w, dy, c in zip(ws, dys, copies, strict=True):
+        dw = weight_gradient(x, dy, policy, layout)
+        if c > 1:
+            dw = jnp.concatenate(lax.all_gather(dw, MODEL)[::c], axis=1)
+        dws.append(weight.cotangent(w, dw))
+    return dx, tuple(dws)
 
 
 _columns.defvjp(_columns_forward, _columns_backward)
 
 
-@op("columns", static=("policy", "layout"))
+@op("columns", static=("copies", "policy", "layout"))
 def columns(
-    x: jax.Array, ws: tuple[Parameter, ...], *, policy: Policy, layout: Layout
+    x: jax.Array,
+    ws: tuple[Parameter, ...],
+    *,
+    copies: tuple[int, ...] | None = None,
+    policy: Policy,
+    layout: Layout,
 ) -> tuple[jax.Array, ...]:
     """Several column-cut linear maps of one input.
 
-    x [T, K], the same on every model rank; ws: weights [K, N_i / model] -> outputs [T, N_i / model].
+    x [T, K], the same on every model rank; ws: weights [K, N_i / model] -> outputs [T, N_i /
+    model].
+    copies: for each weight, how many neighbouring ranks take the same columns of it (default 1);
+    where it is more than 1, the weight is whole, [K, N_i], on every rank: heads that ranks
+    outnumber.
     """
-    return _columns(policy, layout, x, ws)
+    return _columns((copies or (1,) * len(ws), policy, layout), x, ws)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -95,5 +128,5 @@ _rows.defvjp(_rows_forward, _rows_backward)
 
 @op("rows", static=("policy", "layout"))
 def rows(x: jax.Array, w: Parameter, *, policy: Policy, layout: Layout) -> jax.Array:
-    """A row-cut linear map: x [T, K / model], w [K / model, N] -> [T, N], the same on every rank."""
+    """A row-cut linear map: x [T, K / model], w [K / model, N] -> [T, N], on every model rank."""
     return _rows(policy, layout, x, w)
