@@ -31,8 +31,8 @@ class SamplerConfig:
     max_batch_tokens: most new tokens of one engine call; longer prompts are prefilled in pieces.
     pages: size of the page pool, in pages of policy.chunk tokens; 0 makes room for max_sequences
       full sequences.
-    bucket_sizes: how many sizes of the decode call and of the mixed call are compiled, each a quarter
-      of the one before.
+    bucket_sizes: how many sizes of the decode call and of the mixed call are compiled, each a
+      quarter of the one before.
     """
 
     max_tokens: int = 8192

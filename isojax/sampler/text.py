@@ -9,10 +9,10 @@ Detokenize = Callable[[Sequence[int]], str]
 class StopWatch:
     """Watches a response for stop strings, token by token.
 
-    A token that has text has at least one byte of it. So a stop string of b bytes that has just been
-    completed lies within the last b such tokens. These are decoded, with one more before them because
-    a detokenizer may treat the first of its tokens differently (drop a leading space); what precedes
-    them cannot change the valid text in them, however broken its bytes are.
+    A token that has text has at least one byte of it. So a stop string of b bytes that has just
+    been completed lies within the last b such tokens. These are decoded, with one more before them
+    because a detokenizer may treat the first of its tokens differently (drop a leading space); what
+    precedes them cannot change the valid text in them, however broken its bytes are.
     """
 
     def __init__(self, stop: Sequence[str], detokenize: Detokenize) -> None:
