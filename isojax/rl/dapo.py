@@ -97,7 +97,9 @@ def sample_groups(
     seed: int,
 ) -> list[Group]:
     """n samples of each prompt, scored."""
-    requests = [request_of(prompt, algorithm.samples_per_prompt, sampler, seed) for prompt in prompts]
+    requests = [
+        request_of(prompt, algorithm.samples_per_prompt, sampler, seed) for prompt in prompts
+    ]
     found = generate(requests)
     for prompt, completions in zip(prompts, found, strict=True):
         for completion in completions:
