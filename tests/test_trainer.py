@@ -6,7 +6,7 @@ import functools
 import jax
 import numpy as np
 import pytest
-from isojax.models.params import init_params
+from isojax.models.init import init_params
 
 from isojax.mesh import Layout
 from isojax.models.config import ModelConfig
