@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from isojax.models.params import init_params
+from isojax.models.init import init_params
 
 from isojax import cache as caches
 from isojax.batch import Bucket
