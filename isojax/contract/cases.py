@@ -5,7 +5,6 @@ are traced: what is lowered here is what they run.
 """
 
 import dataclasses
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -114,22 +113,28 @@ class Lowering:
         self.params = shapes(self.model, self.policy, layout, self._mesh)
         self._static = (self.model, self.policy, layout, self._mesh)
 
-    def cases(self, sizes: Sizes, names: tuple[str, ...]) -> Iterator[tuple[str, list[Program]]]:
-        """(case, its programs): one each, but train_step has two, gradient and update."""
-        for name in names:
-            if name in (PREFILL, MIXED, DECODE):
-                bucket = sizes.decode if name == DECODE else sizes.mixed
-                yield name, [self.sampler(bucket, sizes)]
-            elif name == SCORE:
-                yield name, [self.score(sizes.train)]
-            elif name in (FORWARD, RECOMPUTE):
-                yield name, [self.gradient(sizes.train, remat=name == RECOMPUTE)]
-            elif name == STEP:
-                yield name, [self.gradient(sizes.train, self.config.trainer.remat), self.update()]
-            else:
-                raise ContractError(f"unknown case {name!r}; known: {', '.join(CASES)}")
+    def programs(self, case: str, sizes: Sizes) -> list[Program]:
+        """The programs of a case: one, but train_step has two, gradient and update."""
+        platforms = (self._platform,)
+        return [Program(t.lower(lowering_platforms=platforms)) for t in self.traced(case, sizes)]
 
-    def sampler(self, bucket: Bucket, sizes: Sizes) -> Program:
+    def traced(self, case: str, sizes: Sizes) -> list[Any]:
+        """The traced calls of a case.
+
+        Raises:
+          ContractError: for a case that is not one of CASES.
+        """
+        if case in (PREFILL, MIXED, DECODE):
+            return [self.sampler(sizes.decode if case == DECODE else sizes.mixed, sizes)]
+        if case == SCORE:
+            return [self.score(sizes.train)]
+        if case in (FORWARD, RECOMPUTE):
+            return [self.gradient(sizes.train, remat=case == RECOMPUTE)]
+        if case == STEP:
+            return [self.gradient(sizes.train, self.config.trainer.remat), self.update()]
+        raise ContractError(f"unknown case {case!r}; known: {', '.join(CASES)}")
+
+    def sampler(self, bucket: Bucket, sizes: Sizes) -> Any:
         """One call of the rollout engine."""
         executor = Executor(
             self.params, model=self.model, policy=self.policy, layout=self.layout,
@@ -137,27 +142,25 @@ class Lowering:
         )  # fmt: skip
         length = pack([shape_of(bucket)]).shape[1]
         packed = self._rows((self.layout.data, length), jnp.int32)
-        return self._lower(executor.jitted(bucket), self.params, executor.abstract_cache(), packed)
+        return executor.jitted(bucket).trace(self.params, executor.abstract_cache(), packed)
 
-    def score(self, bucket: Bucket) -> Program:
+    def score(self, bucket: Bucket) -> Any:
         """One scoring call of the trainer."""
         scorer = Scorer(*self._static, self.config.trainer.microbatch_tokens)
-        return self._lower(scorer.call, self.params, self._batch(bucket))
+        return scorer.call.trace(self.params, self._batch(bucket))
 
-    def gradient(self, bucket: Bucket, remat: bool) -> Program:
+    def gradient(self, bucket: Bucket, remat: bool) -> Any:
         """One microbatch: forward, backward, gradients joined to those before."""
         trainer = self._trainer(remat)
         clip = self.config.algorithm
         loss = PolicyLoss(clip.clip_low, clip.clip_high, clip.dual_clip)
-        return self._lower(
-            trainer.add, self.params, self._totals(trainer), self._batch(bucket), loss
-        )
+        return trainer.add.trace(self.params, self._totals(trainer), self._batch(bucket), loss)
 
-    def update(self) -> Program:
+    def update(self) -> Any:
         """The optimizer's update."""
         trainer = self._trainer(self.config.trainer.remat)
         state = TrainState(self.params, *trainer.abstract_state())
-        return self._lower(trainer.update, self._totals(trainer)[0], state)
+        return trainer.update.trace(self._totals(trainer)[0], state)
 
     def _trainer(self, remat: bool) -> Trainer:
         return Trainer(
@@ -194,9 +197,6 @@ class Lowering:
         )  # fmt: skip
         floats = [self._rows((data * t,), jnp.float32) for _ in range(5)]
         return TrainBatch(ragged, ints(t), *floats)
-
-    def _lower(self, jitted: Any, *args: Any) -> Program:
-        return Program(jitted.trace(*args).lower(lowering_platforms=(self._platform,)))
 
 
 def adamw(config: RunConfig) -> AdamW:

@@ -8,7 +8,7 @@ the text as the digest of that.
 import dataclasses
 import functools
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from jaxlib.mlir import ir
@@ -97,27 +97,53 @@ class Program:
         seen = dict.fromkeys(m[1] for m in _CALL.finditer(self._raw[name]))
         yield from (callee for callee in seen if callee in self._raw and callee != name)
 
+    def expanded(self, name: str) -> str:
+        """Text of a function and of all that it calls, each once, functions named by their order."""
+        order: dict[str, int] = {}
+
+        def visit(at: str) -> None:
+            order[at] = len(order)
+            for callee in self.calls(at):
+                if callee not in order:
+                    visit(callee)
+
+        visit(name)
+
+        def symbol(match: re.Match[str]) -> str:
+            return f"@f{order[match[1]]}" if match[1] in order else match[0]
+
+        texts = (_bare(self._raw[at], lambda k: f"{k.name} {k.module}") for at in order)
+        return "".join(_CALL.sub(symbol, text) for text in texts)
+
     def _canonical(self, name: str) -> Function:
         callees = {callee: self[callee] for callee in self.calls(name)}
         kernels = [kernel for callee in callees.values() for kernel in callee.kernels]
         arithmetic = frozenset().union(*(callee.arithmetic for callee in callees.values()))
 
-        def kernel(match: re.Match[str]) -> str:
-            found = read_kernel(_unescape(match[1]))
-            kernels.append(found)
-            return f'mhlo.backend_config = {{kernel = "{found.name} {found.module}"'
+        def seen(kernel: Kernel) -> str:
+            kernels.append(kernel)
+            return f"{kernel.name} {kernel.module}"
 
         def symbol(match: re.Match[str]) -> str:
             if match[1] == name:
                 return "@self"
             return f"@{callees[match[1]].digest}" if match[1] in callees else match[0]
 
-        text = _KERNEL.sub(kernel, self._raw[name])
-        text = re.sub(r' ?\{?jax\.result_info = "[^"]*"\}?', "", _CALL.sub(symbol, text))
+        text = _CALL.sub(symbol, _bare(self._raw[name], seen))
         arithmetic |= _stablehlo_arithmetic(text)
         arithmetic |= frozenset().union(*(k.arithmetic for k in kernels))
         unique = tuple(dict.fromkeys(kernels))
         return Function(name, text, digest(text), unique, arithmetic)
+
+
+def _bare(text: str, shown: Callable[[Kernel], str]) -> str:
+    """Text without names of outputs, every kernel's bytecode replaced by what `shown` says of it."""
+
+    def kernel(match: re.Match[str]) -> str:
+        return f'mhlo.backend_config = {{kernel = "{shown(read_kernel(_unescape(match[1])))}"'
+
+    text = re.sub(r' \{jax\.result_info = "[^"]*"\}', "", _KERNEL.sub(kernel, text))
+    return re.sub(r'jax\.result_info = "[^"]*",? ?', "", text)
 
 
 def _unescape(text: str) -> bytes:
@@ -148,7 +174,7 @@ def _context() -> ir.Context:
     return context
 
 
-_FLOAT = re.compile(r"(?<![a-zA-Z])(bf16|f16|f32|f64|f8\w+)\b")
+_FLOAT = re.compile(r"(?:(?<=\dx)|(?<!\w))(bf16|f16|f32|f64|f8\w+)\b")
 _HLO_OP = re.compile(r"\b(stablehlo|chlo)\.(\w+)")
 _MOVES = frozenset(
     """all_gather all_to_all bitcast_convert broadcast broadcast_in_dim collective_permute compare
@@ -186,7 +212,7 @@ def _mosaic_arithmetic(text: str) -> frozenset[str]:
     for line in text.splitlines():
         operation = _MOSAIC_OP.search(line)
         if operation:
-            types = dict.fromkeys(_FLOAT.findall(re.sub(r"(?<=\d)x(?=[bf])", " ", line)))
+            types = dict.fromkeys(_FLOAT.findall(line))
             mode = _FASTMATH.search(line)
             found.add(f"{operation[1]} {'->'.join(types)}" + (f" {mode[1]}" if mode else ""))
         elif "llvm.inline_asm" in line:
@@ -200,7 +226,5 @@ def numbers(text: str) -> tuple[list[str], list[int]]:
 
     Shapes ``8x16xf32`` are opened first, so that every dimension is an integer of its own.
     """
-    opened = re.sub(
-        r"(?<=tensor<)[\dx?]+x(?=[a-z])", lambda m: m[0].replace("x", ", "), text
-    )
+    opened = re.sub(r"(?<=tensor<)[\dx?]+x(?=[a-z])", lambda m: m[0].replace("x", ", "), text)
     return _NUMBER.split(opened), [int(n) for n in _NUMBER.findall(opened)]

@@ -1,0 +1,198 @@
+"""`isojax contract build | show | diff | verify | audit`."""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from isojax import config_io
+from isojax.config import RunConfig
+from isojax.contract import diff as differ
+from isojax.contract.build import build
+from isojax.contract.canonical import ContractError, readable
+from isojax.contract.contract import Contract, load
+from isojax.mesh import Layout
+
+
+def register(subparsers: Any) -> None:
+    """Add the `contract` command; parsed arguments get `run`, which returns the exit status."""
+    parser = subparsers.add_parser(
+        "contract", help="build, show, compare and check execution contracts"
+    )
+    verbs = parser.add_subparsers(dest="verb", required=True)
+
+    one = verbs.add_parser("build", help="compute a contract; needs no device and no weights")
+    _config_arguments(one)
+    one.add_argument("--output", "-o", required=True, type=Path, help="the file to write")
+    one.set_defaults(run=_build)
+
+    one = verbs.add_parser("show", help="print what a contract says")
+    one.add_argument("contract", type=Path, help="a contract file or a run folder")
+    one.add_argument("--json", action="store_true", help="the canonical JSON itself")
+    one.set_defaults(run=_show)
+
+    one = verbs.add_parser("diff", help="what moved between two contracts")
+    one.add_argument("old", type=Path, help="a contract file or a run folder")
+    one.add_argument("new", type=Path)
+    one.set_defaults(run=_diff)
+
+    one = verbs.add_parser("verify", help="check a contract, and that this checkout still keeps it")
+    one.add_argument("contract", type=Path, help="a contract file or a run folder")
+    one.add_argument(
+        "--config", type=Path, help="settings (default: config.toml of the run folder)"
+    )
+    one.add_argument("--file-only", action="store_true", help="check the file alone, lower nothing")
+    one.set_defaults(run=_verify)
+
+    one = verbs.add_parser("audit", help="list float arithmetic of the forward outside ops")
+    _config_arguments(one)
+    one.set_defaults(run=_audit)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The command alone: `python -m isojax.contract`."""
+    parser = argparse.ArgumentParser(prog="isojax")
+    register(parser.add_subparsers(required=True))
+    parsed = parser.parse_args(arguments)
+    return parsed.run(parsed)
+
+
+def _config_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--config", required=True, type=Path, help="settings of a run (TOML)")
+    parser.add_argument(
+        "--platform", choices=("cpu", "cuda"), help="default: cuda for mosaic kernels"
+    )
+    parser.add_argument("--device", help="compute capability (default sm_90)")
+    parser.add_argument(
+        "--mesh", action="append", type=Layout.parse, metavar="DxM",
+        help="a mesh whose programs are recorded; may be repeated (default: the config's)",
+    )  # fmt: skip
+
+
+def _platform(arguments: argparse.Namespace, config: RunConfig) -> str:
+    return arguments.platform or ("cuda" if config.policy.evaluation == "mosaic" else "cpu")
+
+
+def _refused(error: Exception) -> int:
+    print(f"refused: {error}", file=sys.stderr)
+    return 2
+
+
+def _build(arguments: argparse.Namespace) -> int:
+    try:
+        config = config_io.load(arguments.config)
+        contract = build(
+            config,
+            platform=_platform(arguments, config),
+            device=arguments.device,
+            meshes=arguments.mesh,
+        )
+    except (ContractError, config_io.ConfigError, ValueError) as error:
+        return _refused(error)
+    contract.save(arguments.output)
+    print(f"{arguments.output}: numerical {contract.numerical}")
+    return 0
+
+
+def _show(arguments: argparse.Namespace) -> int:
+    try:
+        contract = load(arguments.contract)
+    except ContractError as error:
+        return _refused(error)
+    if arguments.json:
+        sys.stdout.write(contract.to_bytes().decode())
+    else:
+        print(describe(contract))
+    return 0
+
+
+def describe(contract: Contract) -> str:
+    """A contract for people."""
+    env, model = contract["environment"], contract["model"]
+    packages = ", ".join(f"{k} {v}" for k, v in env["packages"].items())
+    flags = " ".join(f"{k}={v}" for k, v in env["xla_flags"].items())
+    lines = [
+        f"semantic    {contract.semantic}",
+        f"numerical   {contract.numerical}",
+        f"deployment  {contract.deployment}",
+        "",
+        f"{model['model_type']}, {model['num_layers']} layers, {len(contract['ops'])} ops, "
+        f"{len(contract['definitions'])} definitions",
+        f"{env['platform']} {env['device']}, {packages}",
+        f"flags: {flags or 'none'}",
+        "policy: " + ", ".join(f"{k} {readable(v)}" for k, v in contract["policy"].items()),
+        "",
+        "against train_score:",
+    ]
+    for case, found in contract["equivalence"].items():
+        lines.append(f"  {case}: {found['proof']} ({found['calls']} calls)")
+        by: dict[str, list[str]] = {}
+        for op, proof in found.get("ops", {}).items():
+            by.setdefault(proof, []).append(op)
+        lines += [f"    {proof}: {', '.join(ops)}" for proof, ops in by.items()]
+    meshes = contract["claims"]["meshes"]
+    admitted = " ".join(item["mesh"] for item in meshes if item["admitted"])
+    lines += ["", f"admitted meshes: {admitted or 'none'}"]
+    for state in contract["claims"]["states"]:
+        lines.append(f"  {state['state']}: stale when {', '.join(state['invalidated_by'])}")
+    lines.append("")
+    for item in contract["evidence"] or [{}]:
+        lines.append("evidence: " + (json.dumps(item, sort_keys=True) if item else "none yet"))
+    return "\n".join(lines)
+
+
+def _diff(arguments: argparse.Namespace) -> int:
+    """Exit status 0: no bit can move; 1: it can."""
+    try:
+        old, new = load(arguments.old), load(arguments.new)
+    except ContractError as error:
+        return _refused(error)
+    changes = differ.diff(old, new)
+    for change in changes:
+        print(change)
+    if not changes:
+        print("no difference")
+    return int(old.numerical != new.numerical)
+
+
+def _verify(arguments: argparse.Namespace) -> int:
+    path: Path = arguments.contract
+    try:
+        pinned = load(path)
+        if arguments.file_only:
+            print(f"{path}: whole, numerical {pinned.numerical}")
+            return 0
+        config_path = arguments.config or (path if path.is_dir() else path.parent) / "config.toml"
+        env = pinned["environment"]
+        now = build(
+            config_io.load(config_path),
+            platform=env["platform"],
+            device=env["device"],
+            meshes=(),
+        )
+    except (ContractError, config_io.ConfigError, ValueError) as error:
+        return _refused(error)
+    for change in differ.diff(pinned, now):
+        if change.identity != differ.DEPLOYMENT:
+            print(change)
+    if pinned.numerical == now.numerical:
+        print(f"{path}: kept, numerical {pinned.numerical}")
+        return 0
+    print(f"{path}: broken, numerical {pinned.numerical} -> {now.numerical}", file=sys.stderr)
+    return 1
+
+
+def _audit(arguments: argparse.Namespace) -> int:
+    from isojax.contract.audit import findings
+
+    try:
+        config = config_io.load(arguments.config)
+        found = findings(config, _platform(arguments, config), arguments.mesh or [config.mesh])
+    except (ContractError, config_io.ConfigError, ValueError) as error:
+        return _refused(error)
+    for line in found:
+        print(line)
+    if not found:
+        print("every float of the forward is computed inside an op")
+    return int(bool(found))
