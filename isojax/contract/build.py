@@ -71,7 +71,7 @@ def build(
             "model": _model(model),
             "vocabulary": probed.vocabulary(),
             "policy": {f.name: bits(getattr(policy, f.name)) for f in dataclasses.fields(policy)},
-            "training": _training(config),
+            "training": training(config),
             "environment": environment.required(platform, device),
             "cases": probed.cases(),
             "equivalence": probed.equivalence(),
@@ -105,7 +105,7 @@ def _model(model: ModelConfig) -> dict[str, Any]:
     return {name: bits(getattr(model, name)) for name in names}
 
 
-def _training(config: RunConfig) -> dict[str, Any]:
+def training(config: RunConfig) -> dict[str, Any]:
     """Constants of the loss and the update; batch sizes and schedules of checkpoints are not among them."""
     clip = {f"clip_{k}": getattr(config.algorithm, f"clip_{k}") for k in ("low", "high")}
     constants = {

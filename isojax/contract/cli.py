@@ -1,6 +1,7 @@
 """`isojax contract build | show | diff | verify | audit`."""
 
 import argparse
+import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -48,6 +49,17 @@ def register(subparsers: Any) -> None:
     one = verbs.add_parser("audit", help="list float arithmetic of the forward outside ops")
     _config_arguments(one)
     one.set_defaults(run=_audit)
+
+    parser = subparsers.add_parser(
+        "verify", help="compare rollout engine and trainer bit by bit on this machine"
+    )
+    parser.add_argument("--config", required=True, type=Path, help="settings of a run (TOML)")
+    parser.add_argument("--checkpoint", help="weights (default: the config's, else random)")
+    parser.add_argument("--mesh", type=Layout.parse, metavar="DxM", help="default: the config's")
+    parser.add_argument(
+        "--bisect", action="store_true", help="follow a sequence op by op, even if nothing parts"
+    )
+    parser.set_defaults(run=_self_check)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -181,6 +193,20 @@ def _verify(arguments: argparse.Namespace) -> int:
         return 0
     print(f"{path}: broken, numerical {pinned.numerical} -> {now.numerical}", file=sys.stderr)
     return 1
+
+
+def _self_check(arguments: argparse.Namespace) -> int:
+    from isojax.contract.selfcheck import run
+
+    try:
+        config = config_io.load(arguments.config)
+        changed = {"checkpoint": arguments.checkpoint, "mesh": arguments.mesh}
+        config = dataclasses.replace(config, **{k: v for k, v in changed.items() if v})
+        exact, lines = run(config, bisect=arguments.bisect)
+    except (ContractError, config_io.ConfigError, ValueError, FileNotFoundError) as error:
+        return _refused(error)
+    print("\n".join(lines))
+    return int(not exact)
 
 
 def _audit(arguments: argparse.Namespace) -> int:

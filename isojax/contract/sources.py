@@ -77,6 +77,15 @@ class Sources:
         names = [name for name in DEPLOYMENT if self._path(name) is not None]
         return {name: digest(_normalised(self._parse(name).body)) for name in names}
 
+    def everything(self) -> str:
+        """sha256 of the normalised text of every module of the packages."""
+        texts = {}
+        for package, folder in self._folders.items():
+            for path in sorted(folder.rglob("*.py")):
+                tree = ast.parse(path.read_text(encoding="utf-8"), str(path))
+                texts[f"{package}/{path.relative_to(folder).as_posix()}"] = ast.unparse(tree)
+        return digest(texts)
+
     def _path(self, name: str) -> Path | None:
         package, *rest = name.split(".")
         if package not in self._folders:
