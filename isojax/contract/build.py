@@ -34,6 +34,7 @@ from isojax.contract.sources import Sources, Symbol
 from isojax.contract.stablehlo import Function, Program
 from isojax.mesh import Layout
 from isojax.models.config import ModelConfig
+from isojax.numerics.policy import Policy
 from isojax.ops.op import REGISTRY
 
 # the first op behind the forward: the sampler needs whole logits, the trainer never builds them
@@ -70,7 +71,7 @@ def build(
         sections: dict[str, Any] = {
             "model": _model(model),
             "vocabulary": probed.vocabulary(),
-            "policy": {f.name: bits(getattr(policy, f.name)) for f in dataclasses.fields(policy)},
+            "policy": constants(policy),
             "training": training(config),
             "environment": environment.required(platform, device),
             "cases": probed.cases(),
@@ -103,6 +104,11 @@ def _no_collection() -> Iterator[None]:
 def _model(model: ModelConfig) -> dict[str, Any]:
     names = [f.name for f in dataclasses.fields(model) if f.name not in _NOT_SEMANTIC]
     return {name: bits(getattr(model, name)) for name in names}
+
+
+def constants(policy: Policy) -> dict[str, Any]:
+    """Every constant of a policy as its bits."""
+    return {f.name: bits(getattr(policy, f.name)) for f in dataclasses.fields(policy)}
 
 
 def training(config: RunConfig) -> dict[str, Any]:

@@ -85,12 +85,15 @@ class _Recorder:
         return self._executor.compiles
 
     def step(self, bucket: Any, ranks: Sequence[StepInputs]) -> Sampled:
-        lengths = np.concatenate([np.asarray(r.batch.length) for r in ranks])
-        lengths = lengths[lengths > 0]
+        length, context = (
+            np.concatenate([np.asarray(getattr(rank.batch, name)) for rank in ranks])
+            for name in ("length", "context")
+        )
+        single = (length == 1) & (context > 0)
         if bucket.piece_rows == 1:
             kind = DECODE
         else:
-            kind = MIXED if (lengths == 1).any() and (lengths > 1).any() else PREFILL
+            kind = MIXED if single.any() and (length[~single] > 0).any() else PREFILL
         for rank in ranks:
             settings = rank.settings
             for s in np.flatnonzero(np.asarray(rank.batch.length)):

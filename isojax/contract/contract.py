@@ -1,7 +1,9 @@
 """The contract as a document: canonical JSON that says what is computed and refuses to be edited."""
 
 import dataclasses
+import json
 from collections.abc import Mapping
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -115,8 +117,6 @@ def from_bytes(data: bytes) -> Contract:
     Raises:
       ContractError: see `load`.
     """
-    import json
-
     def no_floats(text: str) -> Any:
         raise ContractError(f"{text} is a decimal float, which no contract holds: it was edited")
 
@@ -146,3 +146,9 @@ def from_bytes(data: bytes) -> Contract:
     if contract.to_bytes() != data:
         raise ContractError("its bytes are not canonical: it was edited or reformatted")
     return contract
+
+
+def schema() -> dict[str, Any]:
+    """The JSON schema of the document."""
+    text = resources.files("isojax.contract").joinpath("schema.json").read_text(encoding="utf-8")
+    return json.loads(text)
