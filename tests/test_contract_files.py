@@ -13,8 +13,10 @@ from isojax.contract.enforce import check_pair, check_pinned, check_resume, chec
 from isojax.numerics.policy import Policy
 from isojax.sampler.request import Completion
 
+POLICY = Policy()
 
-def contract(policy: Policy = Policy(), **changed) -> Contract:
+
+def contract(policy: Policy = POLICY, **changed) -> Contract:
     """A small contract; `changed` replaces whole sections."""
     body = {"calls": 1, "bodies": "aa"}
     sections = {
@@ -24,7 +26,7 @@ def contract(policy: Policy = Policy(), **changed) -> Contract:
         "training": {"learning_rate": bits(1e-6)},
         "environment": {"platform": "cpu", "packages": {"jax": "1"}, "xla_flags": {}},
         "definitions": {"isojax.numerics.trees.tree_sum": "00"},
-        "ops": {"rows": {"source": "11", "kernels": ["matmul"], "arithmetic": ["stablehlo.add f32"]}},
+        "ops": {"rows": {"source": "11", "kernels": ["matmul"], "arithmetic": ["add f32"]}},
         "cases": {"decode": {"between_ops": "22", "ops": {"rows": body}}},
         "equivalence": {},
         "claims": {"meshes": [], "states": []},
@@ -97,7 +99,7 @@ def test_floats_are_bit_patterns_only():
 
 
 def test_diff_names_ops_kernels_versions_and_cases():
-    op = {"source": "12", "kernels": ["matmul_swapped"], "arithmetic": ["stablehlo.add f32"]}
+    op = {"source": "12", "kernels": ["matmul_swapped"], "arithmetic": ["add f32"]}
     new = contract(
         ops={"rows": op},
         definitions={"pallas_kernels.matmul.product": "1", "isojax.numerics.trees.tree_sum": "01"},
@@ -107,7 +109,8 @@ def test_diff_names_ops_kernels_versions_and_cases():
     )
     said = [str(change) for change in diff(contract(), new)]
     assert "numerical: environment.packages jax: 1 -> 2" in said
-    assert any("op rows: other kernels: without matmul; with matmul_swapped (in decode)" in s for s in said)
+    other = "op rows: other kernels: without matmul; with matmul_swapped (in decode)"
+    assert f"numerical: {other}" in said
     assert "numerical: kernel source pallas_kernels.matmul.product is new" in said
     assert "numerical: definition isojax.numerics.trees.tree_sum changed" in said
     assert "numerical: case decode: other lowered text of rows" in said

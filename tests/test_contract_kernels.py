@@ -1,4 +1,4 @@
-"""A Mosaic kernel in a program: its digest ignores where its source lies, and sees its arithmetic."""
+"""A Mosaic kernel's digest ignores where its source lies, and sees its arithmetic."""
 
 import importlib.util
 
@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from isojax.contract.stablehlo import Program
 
-KERNEL = '''
+KERNEL = """
 import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -20,7 +20,7 @@ def scale(x):
     return plgpu.kernel(
         body, out_type=jax.ShapeDtypeStruct(x.shape, x.dtype), grid=(), grid_names=()
     )(x)
-'''
+"""
 
 
 def program(folder, text):
@@ -37,7 +37,8 @@ def program(folder, text):
 
 def test_folder_and_blank_lines_do_not_count_but_arithmetic_does(tmp_path):
     here, text = program(tmp_path / "here", KERNEL)
-    there, moved = program(tmp_path / "there", KERNEL.replace("\ndef scale", "\n\n\n\n# x\ndef scale"))
+    lower_down = KERNEL.replace("\ndef scale", "\n\n\n\n# x\ndef scale")
+    there, moved = program(tmp_path / "there", lower_down)
     assert text != moved  # the raw text holds the source's path and lines
     assert here.digest == there.digest
     (kernel,), (same,) = here.kernels, there.kernels

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from isojax.config import resolve_model
-from isojax.contract import canary, startup
+from isojax.contract import startup
 from isojax.contract.bisect import Bisector
 from isojax.contract.canonical import ContractError
 from isojax.contract.cases import engine_config

@@ -22,7 +22,14 @@ def unrelated(x):
     return x
 '''
 TREES = "def total(x):\n    return x[0] + x[1]\n\ndef other(x):\n    return x\n"
-KERNEL = "from pallas_kernels.tuning import tile\n\nSCALE = 2\n\ndef run(x, n):\n    return x * SCALE + tile(n)\n"
+KERNEL = """
+from pallas_kernels.tuning import tile
+
+SCALE = 2
+
+def run(x, n):
+    return x * SCALE + tile(n)
+"""
 TUNING = "def tile(n):\n    return 64\n"
 FILES = {
     "isojax/ops.py": OPS, "isojax/trees.py": TREES,

@@ -1,8 +1,8 @@
 """Names the first layer and op where the bits of two ways through the forward part.
 
-One sequence goes through the model as the trainer reads it (whole, fresh state) and as the sampler does (its
-prompt in one piece, then token by token). Every op call's rows are kept on both sides and compared in
-the order of the program.
+One sequence goes through the model as the trainer reads it (whole, fresh state) and as the sampler
+does (its prompt in one piece, then token by token). Every op call's rows are kept on both sides and
+compared in the order of the program.
 """
 
 import dataclasses
@@ -49,13 +49,14 @@ class Divergence:
         ours, theirs = self.values
         return (
             f"{where}, op {self.op} (call {self.call}): {self.case} and {SCORE} part at position "
-            f"{self.position}, in {self.elements} elements of the row, first {ours!r} against {theirs!r}"
+            f"{self.position}, in {self.elements} elements of the row, first {ours!r} against "
+            f"{theirs!r}"
         )
 
 
 @dataclasses.dataclass(frozen=True)
 class _Rows:
-    """Rows of every op call: taps, and for each an array [ranks, loops.., rows, ...] for each output."""
+    """Rows of every op call: an array [ranks, loops.., rows, ...] for each output."""
 
     taps: list[Tap]
     arrays: list[tuple[np.ndarray, ...]]
@@ -143,17 +144,21 @@ class Bisector:
         return _Rows(list(taps()), jax.device_get(arrays)), cache
 
     def _program(self, bucket: Bucket, whole: bool) -> tuple[Any, Callable[[], list[Tap]]]:
-        static = {"policy": self._policy, "layout": self._layout}
+        policy, layout = self._policy, self._layout
         make, spec = self._cache(bucket.pages, per_layer=not whole)
 
         def rank(params: Any, batch: Any, targets: Any, cache: Any) -> tuple:
-            hidden, cache = forward(params, batch, cache, model=self._model, **static)
+            hidden, cache = forward(
+                params, batch, cache, model=self._model, policy=policy, layout=layout
+            )
             one = jnp.ones(targets.shape, jnp.float32)
-            full, _ = logprobs(params, hidden, targets, one, -jnp.inf * one, **static)
+            full, _ = logprobs(
+                params, hidden, targets, one, -jnp.inf * one, policy=policy, layout=layout
+            )
             return full, cache
 
         def keep(aval: Any) -> bool:
-            shape = getattr(aval, "shape", ())
+            shape: tuple[int, ...] = getattr(aval, "shape", ())
             rows = 1 <= len(shape) <= 3 and shape[0] == bucket.tokens  # pools have more axes
             return rows and jnp.issubdtype(aval.dtype, jnp.inexact)
 
@@ -218,7 +223,7 @@ def _order(d: Divergence) -> tuple[float, int, int]:
 def _first(
     a: np.ndarray, b: np.ndarray, depth: int, first: int, count: int
 ) -> tuple[int, int, int, tuple[float, float]] | None:
-    """First difference of rows: (period, row, elements, values) over arrays [ranks, loops, rows, ...]."""
+    """First difference (period, row, elements, values) of arrays [ranks, loops, rows, ...]."""
     a, b = (x if depth else x[:, None] for x in (a, b))
     a, b = a[:, :, :count], b[:, :, first : first + count]
     width = {1: np.uint8, 2: np.uint16, 4: np.uint32}[a.dtype.itemsize]

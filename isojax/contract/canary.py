@@ -1,7 +1,8 @@
-"""Self-check at start: the same tokens by the rollout engine and by the trainer, compared bit by bit.
+"""Self-check at start: the same tokens by rollout engine and trainer, compared bit by bit.
 
-The run's own engine generates, in prefill, decode and mixed calls, and the run's own scorer recomputes every
-log-probability. Both use the programs that the run needs anyway, on its device, mesh and weights.
+The run's own engine generates, in prefill, decode and mixed calls, and the run's own scorer
+recomputes every log-probability. Both use the programs that the run needs anyway, on its device,
+mesh and weights.
 """
 
 import dataclasses
@@ -26,7 +27,7 @@ from isojax.trainer.score import Scorer
 
 @dataclasses.dataclass(frozen=True)
 class Parting:
-    """A token whose bits differ: its sequence (prompt and response), position, the case that sampled it."""
+    """A token whose bits differ: its sequence (prompt, response), and the case that sampled it."""
 
     tokens: np.ndarray
     prompt_length: int
@@ -74,15 +75,8 @@ class _Recorder:
 
     def __init__(self, executor: Executor) -> None:
         self._executor = executor
+        self.params, self.compiles = executor.params, executor.compiles
         self.kinds: dict[tuple[int, int, int], str] = {}
-
-    @property
-    def params(self) -> Any:
-        return self._executor.params
-
-    @property
-    def compiles(self) -> int:
-        return self._executor.compiles
 
     def step(self, bucket: Any, ranks: Sequence[StepInputs]) -> Sampled:
         length, context = (
@@ -111,8 +105,8 @@ class _Recorder:
 def requests(config: EngineConfig, chunk: int, vocab: int, ranks: int, seed: int) -> list[Request]:
     """Prompts that bring about every kind of call.
 
-    Their lengths cross a chunk's edge where the engine's length allows it. Together they exceed what one
-    call holds, so the later ones are prefilled while the first ones decode.
+    Their lengths cross a chunk's edge where the engine's length allows it. Together they exceed
+    what one call holds, so the later ones are prefilled while the first ones decode.
     """
     random = np.random.default_rng(seed)
     longest = config.max_model_len

@@ -1,15 +1,15 @@
-"""Every way a log-probability is produced, and the very programs that do it, lowered without a device.
+"""Every way a log-probability is produced: the very programs, lowered without a device.
 
-Sampler and trainer are built on an abstract mesh with the shapes of their weights, and their own jitted calls
-are traced: what is lowered here is what they run.
+Sampler and trainer are built on an abstract mesh with the shapes of their weights, and their own
+jitted calls are traced: what is lowered here is what they run.
 """
 
 import dataclasses
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from isojax.batch import Bucket, RaggedBatch
 from isojax.config import RunConfig, resolve_model
@@ -58,7 +58,8 @@ class Sizes:
 def probe(policy: Policy, scale: int, sequences: int) -> Sizes:
     """Sizes that only the contract uses: T, S, P and M are the same in every case.
 
-    Ops on rows then have equal shapes in all of them, and what differs is what the case itself changes.
+    Ops on rows then have equal shapes in all of them, and what differs is what the case itself
+    changes.
     """
     tokens = scale * policy.batch_leaves * policy.chunk
     pieces = tokens // policy.chunk + sequences
@@ -109,7 +110,8 @@ class Lowering:
                 'policy.evaluation = "reference"'
             )
         self._platform = platform
-        self._mesh = AbstractMesh((layout.data, layout.model), (DATA, MODEL))
+        # where nothing runs an abstract mesh will do for a mesh
+        self._mesh = cast(Mesh, AbstractMesh((layout.data, layout.model), (DATA, MODEL)))
         self.params = shapes(self.model, self.policy, layout, self._mesh)
         self._static = (self.model, self.policy, layout, self._mesh)
 
@@ -178,7 +180,7 @@ class Lowering:
             trainer.shardings(specs),
         )
 
-    def _rows(self, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+    def _rows(self, shape: tuple[int, ...], dtype: Any) -> Any:
         return jax.ShapeDtypeStruct(
             shape, dtype, sharding=NamedSharding(self._mesh, PartitionSpec(DATA))
         )
@@ -187,14 +189,12 @@ class Lowering:
         """The arrays of a training call."""
         data = self.layout.data
 
-        def ints(*shape: int) -> jax.ShapeDtypeStruct:
+        def ints(*shape: int) -> Any:
             return self._rows((data * shape[0], *shape[1:]), jnp.int32)
 
         t, s, p = bucket.tokens, bucket.sequences, bucket.pieces
-        ragged = RaggedBatch(
-            *(ints(t) for _ in range(3)), *(ints(s) for _ in range(4)), ints(s, bucket.pages),
-            *(ints(p) for _ in range(4)), bucket.piece_rows,
-        )  # fmt: skip
+        arrays = [ints(t)] * 3 + [ints(s)] * 4 + [ints(s, bucket.pages)] + [ints(p)] * 4
+        ragged = RaggedBatch(*arrays, bucket.piece_rows)
         floats = [self._rows((data * t,), jnp.float32) for _ in range(5)]
         return TrainBatch(ragged, ints(t), *floats)
 

@@ -1,4 +1,4 @@
-"""What the contract asserts of the world around the arithmetic: admitted meshes, states, their ends."""
+"""What the contract asserts of the world around the arithmetic: meshes, states that go stale."""
 
 from typing import Any
 

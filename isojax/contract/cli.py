@@ -143,6 +143,9 @@ def describe(contract: Contract) -> str:
         for op, proof in found.get("ops", {}).items():
             by.setdefault(proof, []).append(op)
         lines += [f"    {proof}: {', '.join(ops)}" for proof, ops in by.items()]
+        if head := found.get("head"):
+            ours, theirs = (" ".join(head[side]) for side in ("ops", "reference"))
+            lines.append(f"    {head['proof']}: head {ours} against {theirs}")
     meshes = contract["claims"]["meshes"]
     admitted = " ".join(item["mesh"] for item in meshes if item["admitted"])
     lines += ["", f"admitted meshes: {admitted or 'none'}"]

@@ -22,7 +22,7 @@ class Match:
 
 
 def match(left: str, right: str) -> Match:
-    """Compare two texts; only integers that stand for themselves may differ, never names or floats."""
+    """Compare two texts; integers may differ, names and floats may not."""
     if left == right:
         return Match(True)
     (words, ours), (others, theirs) = numbers(left), numbers(right)

@@ -1,4 +1,4 @@
-"""The contract as a document: canonical JSON that says what is computed and refuses to be edited."""
+"""The contract as a document: canonical JSON that cannot be edited unnoticed."""
 
 import dataclasses
 import json
@@ -117,6 +117,7 @@ def from_bytes(data: bytes) -> Contract:
     Raises:
       ContractError: see `load`.
     """
+
     def no_floats(text: str) -> Any:
         raise ContractError(f"{text} is a decimal float, which no contract holds: it was edited")
 

@@ -1,4 +1,4 @@
-"""What moved between two contracts, in words: constants, ops, kernels, versions, and the cases they touch."""
+"""What moved between two contracts, in words: constants, ops, kernels, versions, and where."""
 
 import dataclasses
 from collections.abc import Iterator, Mapping

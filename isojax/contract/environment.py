@@ -24,9 +24,10 @@ DEFAULT_DEVICE = {"cuda": "sm_90"}
 
 
 def required(platform: str, device: str | None = None) -> dict[str, Any]:
-    """The fields that must agree between two programs of equal bits, known before there is a device.
+    """The fields that programs of equal bits must share, known before there is a device.
 
-    device: compute capability such as "sm_90", or a CPU's architecture; by default Hopper, or this CPU.
+    device: compute capability such as "sm_90", or a CPU's architecture; by default Hopper, or this
+    CPU.
     """
     if platform == "cpu" and device not in (None, host.machine()):
         raise ContractError(f"a CPU contract is for this machine ({host.machine()}), not {device}")
@@ -55,7 +56,7 @@ def _option(name: str) -> Any:
 
 
 def observed(devices: list[jax.Device] | None = None) -> dict[str, Any]:
-    """The devices that are here, their compute capability, driver and CUDA version; starts a backend."""
+    """The devices that are here, with driver and CUDA versions; starts a backend."""
     devices = jax.devices() if devices is None else devices
     first = devices[0]
     version = getattr(first.client, "platform_version", "")

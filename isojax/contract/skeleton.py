@@ -1,10 +1,10 @@
-"""What a program does with floats between its ops: op calls and the movement that joins them, as text.
+"""What a program does with floats between its ops: the calls, and the movement that joins them.
 
-The program is read as dataflow from `main`, helper functions opened, op calls left whole. Integers (addresses,
-masks, counters) do not appear: they say where a number lies, not what it is. The pools that sequences leave
-behind appear as `cache`, whatever their number of layers. A value is named by the order of its
-appearance, and movement that no op call reads is left out. Two cases with equal text call the same ops on the same
-rows, in the same order.
+The program is read as dataflow from `main`, helper functions opened, op calls left whole. Integers
+(addresses, masks, counters) do not appear: they say where a number lies, not what it is. The pools
+that sequences leave behind appear as `cache`, whatever their number of layers. A value is named by
+the order of its appearance, and movement that no op call reads is left out. Two cases with equal
+text call the same ops on the same rows, in the same order.
 """
 
 import dataclasses
@@ -32,7 +32,7 @@ class Value:
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """A call of an op: its name, the function called, whether it reads anything made from a weight."""
+    """A call of an op: its name, the function called, whether it depends on a weight."""
 
     op: str
     function: str

@@ -1,8 +1,9 @@
 """Digests of the source that an op or a kernel is made of, down to the last helper it can reach.
 
-The unit is a top-level definition of a module. Its text is what the parser keeps of it: comments, layout,
-docstrings and annotations of functions are gone. Its dependencies are all the names in it that lead to other
-definitions of the same packages, annotations included, so the closure is never too small.
+The unit is a top-level definition of a module. Its text is what the parser keeps of it: comments,
+layout, docstrings and annotations of functions are gone. Its dependencies are all the names in it
+that lead to other definitions of the same packages, annotations included, so the closure is never
+too small.
 """
 
 import ast
@@ -132,7 +133,7 @@ class Sources:
         return {Symbol(here, head)} if head in module.definitions else set()
 
     def _follow(self, dotted: tuple[str, ...]) -> set[Symbol]:
-        """The definition at the absolute dotted name, re-exports followed; a bare module is all of it."""
+        """The definition at an absolute dotted name, through re-exports; all of a bare module."""
         for end in range(len(dotted), 0, -1):
             name = ".".join(dotted[:end])
             module = self._module(name)

@@ -1,8 +1,8 @@
 """A lowered program in canonical form: no locations, no names that a process or a checkout chose.
 
-A function's digest is that of its text with the digests of the functions it calls in place of their names.
-A Mosaic kernel travels as bytecode inside its call; it is parsed, printed without locations and stands in
-the text as the digest of that.
+A function's digest is that of its text with the digests of the functions it calls in place of their
+names. A Mosaic kernel travels as bytecode inside its call; it is parsed, printed without locations
+and stands in the text as the digest of that.
 """
 
 import dataclasses
@@ -28,7 +28,7 @@ _NUMBER = re.compile(r"(?<![\w.%#@$-])-?\d+(?![\w.])")
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:
-    """A Mosaic kernel of a program: its name, sha256 of its location-free module, its arithmetic."""
+    """A Mosaic kernel: its name, sha256 of its location-free module, its arithmetic."""
 
     name: str
     module: str
@@ -98,7 +98,7 @@ class Program:
         yield from (callee for callee in seen if callee in self._raw and callee != name)
 
     def expanded(self, name: str) -> str:
-        """Text of a function and of all that it calls, each once, functions named by their order."""
+        """Text of a function and of all that it calls, functions named by their order."""
         order: dict[str, int] = {}
 
         def visit(at: str) -> None:
@@ -137,7 +137,7 @@ class Program:
 
 
 def _bare(text: str, shown: Callable[[Kernel], str]) -> str:
-    """Text without names of outputs, every kernel's bytecode replaced by what `shown` says of it."""
+    """Text without names of outputs, and with what `shown` says of a kernel for its bytecode."""
 
     def kernel(match: re.Match[str]) -> str:
         return f'mhlo.backend_config = {{kernel = "{shown(read_kernel(_unescape(match[1])))}"'
@@ -147,9 +147,10 @@ def _bare(text: str, shown: Callable[[Kernel], str]) -> str:
 
 
 def _unescape(text: str) -> bytes:
-    return _ESCAPE.sub(
-        lambda m: bytes.fromhex(m[1].decode()) if m[1] else m[2], text.encode("latin-1")
-    )
+    def byte(match: re.Match[bytes]) -> bytes:
+        return bytes.fromhex(match[1].decode()) if match[1] else match[2]
+
+    return _ESCAPE.sub(byte, text.encode("latin-1"))
 
 
 @functools.lru_cache(maxsize=256)
@@ -157,7 +158,7 @@ def read_kernel(bytecode: bytes) -> Kernel:
     """The kernel in a Mosaic call's payload."""
     with _context():
         operation = ir.Module.parse(bytecode).operation
-        text = operation.get_asm(enable_debug_info=False)
+        text = str(operation.get_asm(enable_debug_info=False))
     text = re.sub(r', mosaic_gpu\.dump_basename = "[^"]*"', "", text)
     name = re.search(r"^module @([\w.$-]+)", text, re.MULTILINE)
     return Kernel(name[1] if name else "kernel", digest(text), _mosaic_arithmetic(text))
@@ -178,8 +179,9 @@ _FLOAT = re.compile(r"(?:(?<=\dx)|(?<!\w))(bf16|f16|f32|f64|f8\w+)\b")
 _HLO_OP = re.compile(r"\b(stablehlo|chlo)\.(\w+)")
 _MOVES = frozenset(
     """all_gather all_to_all bitcast_convert broadcast broadcast_in_dim collective_permute compare
-    concatenate constant custom_call dynamic_slice dynamic_update_slice gather iota optimization_barrier
-    pad reshape return reverse scatter select slice sort transpose tuple while case if""".split()
+    concatenate constant custom_call dynamic_slice dynamic_update_slice gather iota
+    optimization_barrier pad reshape return reverse scatter select slice sort transpose tuple while
+    case if""".split()
 )
 
 

@@ -1,4 +1,4 @@
-"""What a run does with contracts when it starts: compute or recall its own, then prove it on the device."""
+"""What a run does when it starts: compute or recall its contract, then prove it on the device."""
 
 import dataclasses
 from pathlib import Path

@@ -1,7 +1,7 @@
 """Runs a traced program with the outputs of its op calls as extra results.
 
-The program is interpreted equation by equation; loops over layers are built anew with the taps as stacked
-outputs. Ops themselves run as they are.
+The program is interpreted equation by equation; loops over layers are built anew with the taps as
+stacked outputs. Ops themselves run as they are.
 """
 
 import dataclasses
@@ -29,7 +29,7 @@ _OPENED = (
 
 @dataclasses.dataclass(frozen=True)
 class Tap:
-    """An op call: its name, how many loops it stands in. Its arrays have a leading axis for each."""
+    """An op call: its name, and how many loops it stands in: leading axes of its arrays."""
 
     op: str
     depth: int
