@@ -193,8 +193,13 @@ class Lowering:
             return self._rows((data * shape[0], *shape[1:]), jnp.int32)
 
         t, s, p = bucket.tokens, bucket.sequences, bucket.pieces
-        arrays = [ints(t)] * 3 + [ints(s)] * 4 + [ints(s, bucket.pages)] + [ints(p)] * 4
-        ragged = RaggedBatch(*arrays, bucket.piece_rows)
+        ragged = RaggedBatch(
+            **dict.fromkeys(("tokens", "positions", "seq"), ints(t)),
+            **dict.fromkeys(("start", "length", "context", "slot"), ints(s)),
+            page_table=ints(s, bucket.pages),
+            **dict.fromkeys(("piece_seq", "piece_row", "piece_first", "piece_len"), ints(p)),
+            piece_rows=bucket.piece_rows,
+        )
         floats = [self._rows((data * t,), jnp.float32) for _ in range(5)]
         return TrainBatch(ragged, ints(t), *floats)
 

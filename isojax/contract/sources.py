@@ -74,9 +74,12 @@ class Sources:
         return {str(symbol): found[symbol] for symbol in sorted(found)}
 
     def deployment(self) -> dict[str, str]:
-        """{module: sha256 of its normalised text} of the modules that only choose tiles."""
+        """{module or table: sha256} of what only chooses tiles: modules, and JSON beside kernels."""
         names = [name for name in DEPLOYMENT if self._path(name) is not None]
-        return {name: digest(_normalised(self._parse(name).body)) for name in names}
+        found = {name: digest(_normalised(self._parse(name).body)) for name in names}
+        kernels = self._folders.get("pallas_kernels")
+        tables = sorted(kernels.glob("*.json")) if kernels else []
+        return found | {f"pallas_kernels/{path.name}": digest(path.read_bytes()) for path in tables}
 
     def everything(self) -> str:
         """sha256 of the normalised text of every module of the packages."""

@@ -201,6 +201,9 @@ _MOSAIC_OP = re.compile(
     r'"stable_mosaic_gpu\.((?:arith\.\w*f|math\.\w+|vector\.(?:reduction|fma|contract)|nvvm\.wgmma\w*)'
     r"|arith\.(?:ext|trunc)f|arith\.[su]itofp|arith\.fpto[su]i)\""
 )
+_CONSTANT = re.compile(
+    r'"stable_mosaic_gpu\.arith\.constant"\(\) \{value = (\S+ : (?:bf16|f16|f32|f64))\}'
+)
 _FASTMATH = re.compile(r"fastmath<([^>]*)>")
 _INSTRUCTION = re.compile(
     r"\b((?:wgmma\.mma_async|mma|ex2|lg2|rcp|rsqrt|sqrt|tanh|sin|cos|fma|mul|add|sub|cvt|min|max|abs|neg)"
@@ -209,11 +212,14 @@ _INSTRUCTION = re.compile(
 
 
 def _mosaic_arithmetic(text: str) -> frozenset[str]:
-    """Floating-point instructions of a kernel, tile sizes aside."""
+    """Floating-point instructions and constants of a kernel, tile sizes aside."""
     found = set()
     for line in text.splitlines():
         operation = _MOSAIC_OP.search(line)
-        if operation:
+        constant = _CONSTANT.search(line)
+        if constant:
+            found.add(f"constant {constant[1]}")
+        elif operation:
             types = dict.fromkeys(_FLOAT.findall(line))
             mode = _FASTMATH.search(line)
             found.add(f"{operation[1]} {'->'.join(types)}" + (f" {mode[1]}" if mode else ""))
