@@ -19,6 +19,7 @@ from isojax.contract.audit import findings
 from isojax.contract.build import build
 from isojax.contract.canonical import ContractError
 from isojax.contract.claims import refusal
+from isojax.contract.cli import main
 from isojax.contract.contract import from_bytes, schema
 from isojax.contract.diff import diff
 from isojax.mesh import Layout
@@ -132,7 +133,10 @@ def test_meshes_are_claims_with_reasons(dense):
     assert by_mesh["8x1"]["admitted"] and by_mesh["2x4"]["admitted"]
     assert not by_mesh["1x8"]["admitted"] and "num_attention_heads" in by_mesh["1x8"]["reason"]
     assert "batch_leaves" in refusal(DENSE, Policy(), Layout(3, 1))
-    with pytest.raises(ContractError, match="mesh 3x1 is not admitted: 3 data ranks"):
+    with pytest.raises(
+        ContractError,
+        match="mesh 3x1 is not admitted: 3 data ranks.*nearest that are: 1x2, 1x4, 2x1",
+    ):
         build(run_config(DENSE), meshes=[Layout(3, 1)])
 
 
@@ -162,3 +166,22 @@ def test_prefill_and_mixed_are_one_program(dense):
     prefill, mixed = dense["cases"]["prefill"], dense["cases"]["mixed"]
     assert {**prefill, "what": ""} == {**mixed, "what": ""}
     assert dataclasses.asdict(cases.probe(Policy(), 3, 23))["mixed"]["piece_rows"] == 64
+
+
+def test_the_command_builds_shows_compares_and_verifies(dense, tmp_path, capsys):
+    config = tmp_path / "run.toml"
+    config.write_text(config_io.to_toml(run_config(DENSE)))
+    pinned = tmp_path / "run.contract.json"
+    assert main(["contract", "build", "--config", str(config), "-o", str(pinned)]) == 0
+    assert dense.numerical in capsys.readouterr().out
+    assert main(["contract", "show", str(pinned)]) == 0
+    assert "admitted meshes: 1x1" in capsys.readouterr().out
+    config.write_text(config_io.to_toml(run_config(DENSE, policy=Policy(kv_segment=2048))))
+    assert main(["contract", "verify", str(pinned)]) == 1
+    assert "policy.kv_segment: 4096 -> 2048" in capsys.readouterr().out
+    dense.save(tmp_path / "run" / "contract.json")
+    assert main(["contract", "diff", str(pinned), str(tmp_path / "run")]) == 0
+    assert "deployment: mesh 1x1 is gone" in capsys.readouterr().out
+    pinned.write_bytes(pinned.read_bytes()[:-20])
+    assert main(["contract", "verify", str(pinned), "--file-only"]) == 2
+    assert "truncated" in capsys.readouterr().err

@@ -44,8 +44,7 @@ def build(
     model, policy = resolve_model(config), config.policy
     meshes = [config.mesh] if meshes is None else list(meshes)
     for layout in meshes:
-        if reason := claims.refusal(model, policy, layout):
-            raise ContractError(f"mesh {layout} is not admitted: {reason}")
+        claims.check_mesh(model, policy, layout)
     with _no_collection():
         probed = Probed(config, platform)
         sections: dict[str, Any] = {

@@ -146,6 +146,7 @@ def check(
     engine = Engine(recorder, config, vocab_size=vocab, chunk=chunk, ranks=ranks)
     asked = requests(config, chunk, vocab, ranks, seed)
     done = [samples[0] for samples in engine.generate(asked)]
+    recorder.release()  # the scorer may need the memory
     examples = [
         Example(
             np.concatenate([np.asarray(r.prompt_ids, np.int32), c.token_ids]), len(r.prompt_ids)

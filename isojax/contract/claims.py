@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from isojax.contract.canonical import ContractError
 from isojax.mesh import Layout
 from isojax.models.config import FULL_ATTENTION, LINEAR_ATTENTION, ModelConfig
 from isojax.models.params import check_layout
@@ -32,6 +33,23 @@ def refusal(model: ModelConfig, policy: Policy, layout: Layout) -> str | None:
             f"{layout.model} model ranks do not divide policy.vocab_leaves = {policy.vocab_leaves}"
         )
     return "; ".join(reasons) or None
+
+
+def check_mesh(model: ModelConfig, policy: Policy, layout: Layout) -> None:
+    """A run may start on this mesh.
+
+    Raises:
+      ContractError: with the reason, and the admitted meshes of the nearest number of devices.
+    """
+    reason = refusal(model, policy, layout)
+    if reason is None:
+        return
+    others = [Layout.parse(item["mesh"]) for item in meshes(model, policy) if item["admitted"]]
+    gap = min((abs(other.devices - layout.devices) for other in others), default=0)
+    near = [str(other) for other in others if abs(other.devices - layout.devices) == gap]
+    raise ContractError(
+        f"mesh {layout} is not admitted: {reason}; nearest that are: {', '.join(near) or 'none'}"
+    )
 
 
 def _contractions(model: ModelConfig) -> dict[str, int]:

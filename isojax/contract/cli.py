@@ -40,9 +40,7 @@ def register(subparsers: Any) -> None:
 
     one = verbs.add_parser("verify", help="check a contract, and that this checkout still keeps it")
     one.add_argument("contract", type=Path, help="a contract file or a run folder")
-    one.add_argument(
-        "--config", type=Path, help="settings (default: config.toml of the run folder)"
-    )
+    one.add_argument("--config", type=Path, help="settings (default: those beside the contract)")
     one.add_argument("--file-only", action="store_true", help="check the file alone, lower nothing")
     one.set_defaults(run=_verify)
 
@@ -178,7 +176,7 @@ def _verify(arguments: argparse.Namespace) -> int:
         if arguments.file_only:
             print(f"{path}: whole, numerical {pinned.numerical}")
             return 0
-        config_path = arguments.config or (path if path.is_dir() else path.parent) / "config.toml"
+        config_path = arguments.config or _config_beside(path)
         env = pinned["environment"]
         now = build(
             config_io.load(config_path),
@@ -210,6 +208,14 @@ def _self_check(arguments: argparse.Namespace) -> int:
         return _refused(error)
     print("\n".join(lines))
     return int(not exact)
+
+
+def _config_beside(path: Path) -> Path:
+    """Settings of a run folder, or ``x.toml`` beside ``x.contract.json``."""
+    if path.is_dir():
+        return path / "config.toml"
+    beside = path.with_name(path.name.replace(".contract.json", ".toml"))
+    return beside if beside != path else path.with_name("config.toml")
 
 
 def _audit(arguments: argparse.Namespace) -> int:

@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import os
+import tempfile
 from collections.abc import Mapping
 from importlib import resources
 from pathlib import Path
@@ -87,9 +89,10 @@ class Contract:
         """Write the file whole or not at all."""
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_name(path.name + ".tmp")
-        temporary.write_bytes(self.to_bytes())
-        temporary.replace(path)
+        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+            file.write(self.to_bytes())
+        os.chmod(file.name, 0o644)
+        os.replace(file.name, path)
 
 
 def load(path: str | Path) -> Contract:
@@ -129,6 +132,18 @@ def from_bytes(data: bytes) -> Contract:
         raise ContractError(
             f"not a whole JSON file ({error}): it was truncated or edited"
         ) from None
+    contract = from_document(document)
+    if contract.to_bytes() != data:
+        raise ContractError("its bytes are not canonical: it was edited or reformatted")
+    return contract
+
+
+def from_document(document: Any) -> Contract:
+    """The inverse of `Contract.document`: from a checkpoint's metadata, say.
+
+    Raises:
+      ContractError: see `load`.
+    """
     if not isinstance(document, dict) or document.get("format") != FORMAT:
         raise ContractError(f"not an execution contract (format is not {FORMAT!r})")
     if document.get("version") != VERSION:
@@ -144,8 +159,6 @@ def from_bytes(data: bytes) -> Contract:
     contract = Contract({name: document[name] for name in SECTIONS})
     if contract.document()["identities"] != document["identities"]:
         raise ContractError("its identities are not those of its sections: it was edited")
-    if contract.to_bytes() != data:
-        raise ContractError("its bytes are not canonical: it was edited or reformatted")
     return contract
 
 

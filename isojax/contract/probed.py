@@ -103,7 +103,7 @@ class Probed:
         out: dict[str, Any] = {}
         for name in CASES:
             if name == STEP:
-                out[name] = {"gradient": RECOMPUTE, "update": self._whole(self.update)}
+                out[name] = {"gradient": [FORWARD, RECOMPUTE], "update": self._whole(self.update)}
                 continue
             at = MIXED if name == PREFILL else name
             found = self._erased(at) if at in self.large else self._whole(self.small[at])

@@ -74,7 +74,7 @@ class Sources:
         return {str(symbol): found[symbol] for symbol in sorted(found)}
 
     def deployment(self) -> dict[str, str]:
-        """{module or table: sha256} of what only chooses tiles: modules, and JSON beside kernels."""
+        """{name: sha256} of what only chooses tiles: modules, and JSON tables beside kernels."""
         names = [name for name in DEPLOYMENT if self._path(name) is not None]
         found = {name: digest(_normalised(self._parse(name).body)) for name in names}
         kernels = self._folders.get("pallas_kernels")

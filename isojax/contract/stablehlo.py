@@ -13,7 +13,7 @@ from typing import Any
 
 from jaxlib.mlir import ir
 
-from isojax.contract.canonical import digest
+from isojax.contract.canonical import ContractError, digest
 from isojax.ops.op import PREFIX, is_op
 
 _FUNCTION = re.compile(r"^  func\.func (?:public |private )?@([\w.$-]+)", re.MULTILINE)
@@ -76,6 +76,8 @@ class Program:
         self._raw = {
             match[1]: text[match.start() : end] for match, end in zip(starts, ends, strict=True)
         }
+        if len(starts) != text.count("  func.func "):
+            raise ContractError("a function of the program has a name that is not understood")
         self._functions: dict[str, Function] = {}
 
     def __getitem__(self, name: str) -> Function:
