@@ -14,7 +14,7 @@ import pytest
 import isojax.forward as forward_module
 from isojax import config_io
 from isojax.config import SamplerConfig
-from isojax.contract import cases
+from isojax.contract import cases, startup
 from isojax.contract.audit import findings
 from isojax.contract.build import build
 from isojax.contract.canonical import ContractError
@@ -185,3 +185,17 @@ def test_the_command_builds_shows_compares_and_verifies(dense, tmp_path, capsys)
     pinned.write_bytes(pinned.read_bytes()[:-20])
     assert main(["contract", "verify", str(pinned), "--file-only"]) == 2
     assert "truncated" in capsys.readouterr().err
+
+
+def test_a_run_recalls_its_contract_and_keeps_the_pinned_one(tmp_path, monkeypatch):
+    config = run_config(DENSE, runs_dir=str(tmp_path))
+    first = startup.of_run(config)
+    with monkeypatch.context() as patch:
+        patch.setattr(startup, "build", None)  # must not be needed again
+        assert startup.of_run(config).to_bytes() == first.to_bytes()
+        first.save(tmp_path / "pinned.json")
+        (tmp_path / ".contracts").rename(tmp_path / "elsewhere")
+        assert startup.of_run(config, pinned=tmp_path / "pinned.json").numerical == first.numerical
+    moved = run_config(DENSE, runs_dir=str(tmp_path), policy=Policy(vocab_block=256))
+    with pytest.raises(ContractError, match=r"pinned contract is broken.*\n.*policy\.vocab_block"):
+        startup.of_run(moved, pinned=tmp_path / "pinned.json")

@@ -31,7 +31,7 @@ def contract(policy: Policy = POLICY, **changed) -> Contract:
         "equivalence": {},
         "claims": {"meshes": [], "states": []},
         "evidence": [],
-        "deployment": {"sizes": {}, "programs": {}, "tiles": {}},
+        "deployment": {"inputs": "0", "sizes": {}, "programs": {}, "tiles": {}},
     }
     assert set(sections) == set(SECTIONS)
     return Contract(sections | changed)
@@ -105,7 +105,12 @@ def test_diff_names_ops_kernels_versions_and_cases():
         definitions={"pallas_kernels.matmul.product": "1", "isojax.numerics.trees.tree_sum": "01"},
         environment={"platform": "cpu", "packages": {"jax": "2"}, "xla_flags": {}},
         cases={"decode": {"between_ops": "22", "ops": {"rows": {"calls": 1, "bodies": "ab"}}}},
-        deployment={"sizes": {}, "programs": {}, "tiles": {"pallas_kernels.tuning": "1"}},
+        deployment={
+            "inputs": "0",
+            "sizes": {},
+            "programs": {},
+            "tiles": {"pallas_kernels.tuning": "1"},
+        },
     )
     said = [str(change) for change in diff(contract(), new)]
     assert "numerical: environment.packages jax: 1 -> 2" in said

@@ -11,13 +11,12 @@ from isojax.config import RunConfig, resolve_model
 from isojax.contract import claims, environment
 from isojax.contract.canonical import ContractError, bits, digest
 from isojax.contract.cases import DECODE, MIXED, SCORE, STEP, Lowering, adamw, deployed
-from isojax.contract.contract import Contract
+from isojax.contract.contract import VERSION, Contract
 from isojax.contract.equivalence import equivalence
 from isojax.contract.probed import Probed
 from isojax.contract.sources import Sources, Symbol
 from isojax.mesh import Layout
 from isojax.models.config import ModelConfig
-from isojax.numerics.policy import Policy
 from isojax.ops.op import REGISTRY
 
 # of a model's description, what no number depends on
@@ -61,11 +60,28 @@ def build(
         sources = sources or Sources()
         sections |= _sources(sources, probed)
         sections["deployment"] = {
+            "inputs": inputs(config, platform, device, sources),
             "sizes": {str(layout): _sizes(config, layout) for layout in meshes},
             "programs": {str(layout): _programs(config, layout, platform) for layout in meshes},
             "tiles": sources.deployment(),
         }
     return Contract(sections)
+
+
+def inputs(config: RunConfig, platform: str, device: str | None, sources: Sources) -> str:
+    """Digest of all that `build` reads: an equal one means an equal contract, meshes aside."""
+    return digest(
+        {
+            "version": VERSION,
+            "sources": sources.everything(),
+            "model": constants(resolve_model(config)),
+            "policy": constants(config.policy),
+            "training": training(config),
+            "sizes": [constants(x) for x in (config.sampler, config.trainer, config.mesh)],
+            "length": config.max_length,
+            "environment": environment.required(platform, device),
+        }
+    )
 
 
 @contextlib.contextmanager
@@ -81,13 +97,12 @@ def _no_collection() -> Iterator[None]:
 
 
 def _model(model: ModelConfig) -> dict[str, Any]:
-    names = [f.name for f in dataclasses.fields(model) if f.name not in _NOT_SEMANTIC]
-    return {name: bits(getattr(model, name)) for name in names}
+    return {k: v for k, v in constants(model).items() if k not in _NOT_SEMANTIC}
 
 
-def constants(policy: Policy) -> dict[str, Any]:
-    """Every constant of a policy as its bits."""
-    return {f.name: bits(getattr(policy, f.name)) for f in dataclasses.fields(policy)}
+def constants(settings: Any) -> dict[str, Any]:
+    """Every field of a dataclass, such as a policy, as its bits."""
+    return {f.name: bits(getattr(settings, f.name)) for f in dataclasses.fields(settings)}
 
 
 def training(config: RunConfig) -> dict[str, Any]:

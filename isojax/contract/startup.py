@@ -1,62 +1,67 @@
 """What a run does when it starts: compute or recall its contract, then prove it on the device."""
 
-import dataclasses
 from pathlib import Path
 from typing import Any
 
+import jax
 from jax.sharding import Mesh
 
 from isojax.config import RunConfig, resolve_model
 from isojax.contract import canary as canaries
-from isojax.contract import environment
+from isojax.contract import claims, environment
 from isojax.contract.bisect import Bisector
-from isojax.contract.build import build, training
-from isojax.contract.canonical import ContractError, bits, digest
+from isojax.contract.build import build, inputs
+from isojax.contract.canonical import ContractError
 from isojax.contract.cases import engine_config
-from isojax.contract.contract import VERSION, Contract, load
+from isojax.contract.contract import Contract, load
+from isojax.contract.enforce import check_pinned
 from isojax.contract.sources import Sources
 from isojax.sampler.executor import Executor
 from isojax.trainer.score import Scorer
 
 
-def of_run(config: RunConfig, devices: list[Any] | None = None) -> Contract:
+def of_run(
+    config: RunConfig,
+    *,
+    pinned: str | Path | None = None,
+    devices: list[jax.Device] | None = None,
+) -> Contract:
     """The contract of a run on the devices that are here.
 
-    Lowering every case takes longer than a small run likes to wait, and depends on the sources, the
-    settings and the environment alone: the result is kept under `runs_dir` by the digest of those.
+    Lowering every case takes longer than a small run likes to wait, and its result depends on the
+    sources, the settings and the environment alone. It is kept under `runs_dir` by the digest of
+    those, and a contract that was committed (`pinned`) for them will do as well.
+
+    Raises:
+      ContractError: for a mesh that is not admitted, or if `pinned` is damaged or does not hold.
     """
+    claims.check_mesh(resolve_model(config), config.policy, config.mesh)
     seen = environment.observed(devices)
     platform, device = seen["platform"], seen["device"]
-    key = _key(config, platform, device)
+    key = inputs(config, platform, device, Sources())
+    promised = None if pinned is None else load(pinned)
+    if promised is not None and _serves(promised, key, config):
+        return promised
     path = Path(config.runs_dir) / ".contracts" / f"{key}.json"
-    if path.is_file():
-        try:
-            return load(path)
-        except ContractError:
-            pass  # a damaged copy is made again
-    contract = build(config, platform=platform, device=device)
-    contract.save(path)
-    return contract
+    now = _recalled(path)
+    if now is None:
+        now = build(config, platform=platform, device=device)
+        now.save(path)
+    if promised is not None:
+        check_pinned(promised, now)
+    return now
 
 
-def _key(config: RunConfig, platform: str, device: str) -> str:
-    """Digest of all that `build` reads."""
-    model = resolve_model(config)
-    read = {
-        "version": VERSION,
-        "sources": Sources().everything(),
-        "model": _fields(model),
-        "policy": _fields(config.policy),
-        "training": training(config),
-        "sizes": [_fields(config.sampler), _fields(config.trainer), _fields(config.mesh)],
-        "length": config.max_length,
-        "environment": environment.required(platform, device),
-    }
-    return digest(read)
+def _serves(contract: Contract, key: str, config: RunConfig) -> bool:
+    deployment = contract["deployment"]
+    return deployment["inputs"] == key and str(config.mesh) in deployment["programs"]
 
 
-def _fields(instance: Any) -> dict[str, Any]:
-    return {f.name: bits(getattr(instance, f.name)) for f in dataclasses.fields(instance)}
+def _recalled(path: Path) -> Contract | None:
+    try:
+        return load(path) if path.is_file() else None
+    except ContractError:
+        return None  # a damaged copy is made again
 
 
 def self_check(
