@@ -15,11 +15,11 @@ import isojax.forward as forward_module
 from isojax import config_io
 from isojax.config import SamplerConfig
 from isojax.contract import cases, startup
+from isojax.contract.__main__ import main
 from isojax.contract.audit import findings
 from isojax.contract.build import build
 from isojax.contract.canonical import ContractError
 from isojax.contract.claims import refusal
-from isojax.contract.cli import main
 from isojax.contract.contract import from_bytes, schema
 from isojax.contract.diff import diff
 from isojax.mesh import Layout
@@ -172,18 +172,18 @@ def test_the_command_builds_shows_compares_and_verifies(dense, tmp_path, capsys)
     config = tmp_path / "run.toml"
     config.write_text(config_io.to_toml(run_config(DENSE)))
     pinned = tmp_path / "run.contract.json"
-    assert main(["contract", "build", "--config", str(config), "-o", str(pinned)]) == 0
+    assert main(["build", "--config", str(config), "-o", str(pinned)]) == 0
     assert dense.numerical in capsys.readouterr().out
-    assert main(["contract", "show", str(pinned)]) == 0
+    assert main(["show", str(pinned)]) == 0
     assert "admitted meshes: 1x1" in capsys.readouterr().out
     config.write_text(config_io.to_toml(run_config(DENSE, policy=Policy(kv_segment=2048))))
-    assert main(["contract", "verify", str(pinned)]) == 1
+    assert main(["verify", str(pinned)]) == 1
     assert "policy.kv_segment: 4096 -> 2048" in capsys.readouterr().out
     dense.save(tmp_path / "run" / "contract.json")
-    assert main(["contract", "diff", str(pinned), str(tmp_path / "run")]) == 0
+    assert main(["diff", str(pinned), str(tmp_path / "run")]) == 0
     assert "deployment: mesh 1x1 is gone" in capsys.readouterr().out
     pinned.write_bytes(pinned.read_bytes()[:-20])
-    assert main(["contract", "verify", str(pinned), "--file-only"]) == 2
+    assert main(["verify", str(pinned), "--file-only"]) == 2
     assert "truncated" in capsys.readouterr().err
 
 

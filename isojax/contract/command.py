@@ -1,71 +1,62 @@
-"""`isojax contract build | show | diff | verify | audit`."""
+"""Build, show, compare and check execution contracts: `isojax contract VERB`.
+
+build needs neither a device nor weights. diff's exit status is 0 if no bit can move, else 1; verify's
+is 1 if this checkout no longer keeps the contract.
+"""
 
 import argparse
-import dataclasses
 import json
 import sys
 from pathlib import Path
-from typing import Any
 
 from isojax import config_io
 from isojax.config import RunConfig
 from isojax.contract import diff as differ
+from isojax.contract.audit import findings
 from isojax.contract.build import build
-from isojax.contract.canonical import ContractError, readable
+from isojax.contract.canonical import readable
 from isojax.contract.contract import Contract, load
 from isojax.mesh import Layout
 
 
-def register(subparsers: Any) -> None:
-    """Add the `contract` command; parsed arguments get `run`, which returns the exit status."""
-    parser = subparsers.add_parser(
-        "contract", help="build, show, compare and check execution contracts"
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The verbs and their arguments."""
     verbs = parser.add_subparsers(dest="verb", required=True)
 
     one = verbs.add_parser("build", help="compute a contract; needs no device and no weights")
     _config_arguments(one)
     one.add_argument("--output", "-o", required=True, type=Path, help="the file to write")
-    one.set_defaults(run=_build)
+    one.set_defaults(verb_run=_build)
 
     one = verbs.add_parser("show", help="print what a contract says")
     one.add_argument("contract", type=Path, help="a contract file or a run folder")
     one.add_argument("--json", action="store_true", help="the canonical JSON itself")
-    one.set_defaults(run=_show)
+    one.set_defaults(verb_run=_show)
 
     one = verbs.add_parser("diff", help="what moved between two contracts")
     one.add_argument("old", type=Path, help="a contract file or a run folder")
     one.add_argument("new", type=Path)
-    one.set_defaults(run=_diff)
+    one.set_defaults(verb_run=_diff)
 
     one = verbs.add_parser("verify", help="check a contract, and that this checkout still keeps it")
     one.add_argument("contract", type=Path, help="a contract file or a run folder")
     one.add_argument("--config", type=Path, help="settings (default: those beside the contract)")
     one.add_argument("--file-only", action="store_true", help="check the file alone, lower nothing")
-    one.set_defaults(run=_verify)
+    one.set_defaults(verb_run=_verify)
 
     one = verbs.add_parser("audit", help="list float arithmetic of the forward outside ops")
     _config_arguments(one)
-    one.set_defaults(run=_audit)
-
-    parser = subparsers.add_parser(
-        "verify", help="compare rollout engine and trainer bit by bit on this machine"
-    )
-    parser.add_argument("--config", required=True, type=Path, help="settings of a run (TOML)")
-    parser.add_argument("--checkpoint", help="weights (default: the config's, else random)")
-    parser.add_argument("--mesh", type=Layout.parse, metavar="DxM", help="default: the config's")
-    parser.add_argument(
-        "--bisect", action="store_true", help="follow a sequence op by op, even if nothing parts"
-    )
-    parser.set_defaults(run=_self_check)
+    one.set_defaults(verb_run=_audit)
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """The command alone: `python -m isojax.contract`."""
-    parser = argparse.ArgumentParser(prog="isojax")
-    register(parser.add_subparsers(required=True))
-    parsed = parser.parse_args(arguments)
-    return parsed.run(parsed)
+def run(arguments: argparse.Namespace) -> int:
+    """Run a verb; its exit status.
+
+    Raises:
+      ContractError: what was read or asked for is refused.
+      ConfigError: the settings are not those of a run.
+    """
+    return arguments.verb_run(arguments)
 
 
 def _config_arguments(parser: argparse.ArgumentParser) -> None:
@@ -84,32 +75,21 @@ def _platform(arguments: argparse.Namespace, config: RunConfig) -> str:
     return arguments.platform or ("cuda" if config.policy.evaluation == "mosaic" else "cpu")
 
 
-def _refused(error: Exception) -> int:
-    print(f"refused: {error}", file=sys.stderr)
-    return 2
-
-
 def _build(arguments: argparse.Namespace) -> int:
-    try:
-        config = config_io.load(arguments.config)
-        contract = build(
-            config,
-            platform=_platform(arguments, config),
-            device=arguments.device,
-            meshes=arguments.mesh,
-        )
-    except (ContractError, config_io.ConfigError, ValueError) as error:
-        return _refused(error)
+    config = config_io.load(arguments.config)
+    contract = build(
+        config,
+        platform=_platform(arguments, config),
+        device=arguments.device,
+        meshes=arguments.mesh,
+    )
     contract.save(arguments.output)
     print(f"{arguments.output}: numerical {contract.numerical}")
     return 0
 
 
 def _show(arguments: argparse.Namespace) -> int:
-    try:
-        contract = load(arguments.contract)
-    except ContractError as error:
-        return _refused(error)
+    contract = load(arguments.contract)
     if arguments.json:
         sys.stdout.write(contract.to_bytes().decode())
     else:
@@ -157,10 +137,7 @@ def describe(contract: Contract) -> str:
 
 def _diff(arguments: argparse.Namespace) -> int:
     """Exit status 0: no bit can move; 1: it can."""
-    try:
-        old, new = load(arguments.old), load(arguments.new)
-    except ContractError as error:
-        return _refused(error)
+    old, new = load(arguments.old), load(arguments.new)
     changes = differ.diff(old, new)
     for change in changes:
         print(change)
@@ -171,21 +148,18 @@ def _diff(arguments: argparse.Namespace) -> int:
 
 def _verify(arguments: argparse.Namespace) -> int:
     path: Path = arguments.contract
-    try:
-        pinned = load(path)
-        if arguments.file_only:
-            print(f"{path}: whole, numerical {pinned.numerical}")
-            return 0
-        config_path = arguments.config or _config_beside(path)
-        env = pinned["environment"]
-        now = build(
-            config_io.load(config_path),
-            platform=env["platform"],
-            device=env["device"],
-            meshes=(),
-        )
-    except (ContractError, config_io.ConfigError, ValueError) as error:
-        return _refused(error)
+    pinned = load(path)
+    if arguments.file_only:
+        print(f"{path}: whole, numerical {pinned.numerical}")
+        return 0
+    config_path = arguments.config or _config_beside(path)
+    env = pinned["environment"]
+    now = build(
+        config_io.load(config_path),
+        platform=env["platform"],
+        device=env["device"],
+        meshes=(),
+    )
     for change in differ.diff(pinned, now):
         if change.identity != differ.DEPLOYMENT:
             print(change)
@@ -194,20 +168,6 @@ def _verify(arguments: argparse.Namespace) -> int:
         return 0
     print(f"{path}: broken, numerical {pinned.numerical} -> {now.numerical}", file=sys.stderr)
     return 1
-
-
-def _self_check(arguments: argparse.Namespace) -> int:
-    from isojax.contract.selfcheck import run
-
-    try:
-        config = config_io.load(arguments.config)
-        changed = {"checkpoint": arguments.checkpoint, "mesh": arguments.mesh}
-        config = dataclasses.replace(config, **{k: v for k, v in changed.items() if v})
-        exact, lines = run(config, bisect=arguments.bisect)
-    except (ContractError, config_io.ConfigError, ValueError, FileNotFoundError) as error:
-        return _refused(error)
-    print("\n".join(lines))
-    return int(not exact)
 
 
 def _config_beside(path: Path) -> Path:
@@ -219,13 +179,8 @@ def _config_beside(path: Path) -> Path:
 
 
 def _audit(arguments: argparse.Namespace) -> int:
-    from isojax.contract.audit import findings
-
-    try:
-        config = config_io.load(arguments.config)
-        found = findings(config, _platform(arguments, config), arguments.mesh or [config.mesh])
-    except (ContractError, config_io.ConfigError, ValueError) as error:
-        return _refused(error)
+    config = config_io.load(arguments.config)
+    found = findings(config, _platform(arguments, config), arguments.mesh or [config.mesh])
     for line in found:
         print(line)
     if not found:
