@@ -1,4 +1,5 @@
-"""The one forward: it backs the paged sampler and the trainer, on the same arrays and the same mesh.
+"""The one forward: it backs the paged sampler and the trainer, on the same arrays and the same
+mesh.
 
 `forward` and `logprobs` are per-rank functions: call them inside `shard_map` (see `isojax.shard`).
 """
@@ -32,8 +33,8 @@ def forward(
 ) -> tuple[jax.Array, Cache]:
     """Final hidden rows [T, H] of the batch's tokens, and the cache with them in it.
 
-    Layers repeat with a period, so one period is traced and scanned. remat: recompute a period's inner values in the
-    backward instead of keeping them.
+    Layers repeat with a period, so one period is traced and scanned. remat: recompute a period's
+    inner values in the backward instead of keeping them.
     """
     s = Static(model, policy, layout)
     kinds = model.layer_types[: model.period]
@@ -74,7 +75,9 @@ def forward(
 
 def head(params: dict) -> jax.Array:
     """The language-model head [H, V / model]: its own, or the embedding's transpose when tied."""
-    return params["lm_head"] if "lm_head" in params else jax.tree.map(jnp.transpose, params["embed"])
+    return (
+        params["lm_head"] if "lm_head" in params else jax.tree.map(jnp.transpose, params["embed"])
+    )
 
 
 def logprobs(

@@ -1,26 +1,31 @@
-"""Drives the forward call by call, as sampler and trainer would, but with every choice in the test's hands."""
+"""Drives the forward call by call, as sampler and trainer would, but with every choice in the
+test's hands.
+"""
 
 import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import PartitionSpec
 
 from isojax import cache as caches
-from isojax.batch import Bucket, RaggedBatch, Segment, build
+from isojax.batch import Bucket, Segment, build
 from isojax.forward import forward, logprobs
-from isojax.mesh import DATA, Layout
+from isojax.mesh import Layout
 
 
-@functools.lru_cache(maxsize=None)
-def program(model, policy, layout=Layout()):
-    """(params, batch, cache, targets) -> (log-probabilities [T], cache), jitted on the layout's mesh."""
+@functools.cache
+def program(model, policy):
+    """(params, batch, cache, targets) -> (log-probabilities [T], cache), jitted."""
+
+    layout = Layout()
 
     def step(params, batch, cache, targets):
         hidden, cache = forward(params, batch, cache, model=model, policy=policy, layout=layout)
         one = jnp.ones(targets.shape, jnp.float32)
-        full, _ = logprobs(params, hidden, targets, one, -jnp.inf * one, policy=policy, layout=layout)
+        full, _ = logprobs(
+            params, hidden, targets, one, -jnp.inf * one, policy=policy, layout=layout
+        )
         return full, cache
 
     return jax.jit(step)
@@ -64,8 +69,6 @@ class Runner:
             rows.append((name, row, len(tokens)))
             row += len(tokens)
         batch = build(segments, bucket, self.policy.chunk)
-        out, self.cache = program(self.model, self.policy)(
-            self.params, batch, self.cache, targets
-        )
+        out, self.cache = program(self.model, self.policy)(self.params, batch, self.cache, targets)
         out = np.asarray(out)
         return {name: out[at : at + n] for name, at, n in rows}

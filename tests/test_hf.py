@@ -82,7 +82,7 @@ def test_shards_and_index(tmp_path):
     assert_same_bits(load(tmp_path)[1], params)
 
 
-def test_heads_repeated_for_more_ranks_are_saved_once(tmp_path):
+def test_heads_that_ranks_outnumber_are_saved_as_they_are(tmp_path):
     layout = Layout(1, 8)
     path = tmp_path / "wide"
     config = ModelConfig.from_hf(json.loads((GOLDEN / "qwen3/config.json").read_text()))
@@ -92,9 +92,6 @@ def test_heads_repeated_for_more_ranks_are_saved_once(tmp_path):
     assert read(path)["model.layers.0.self_attn.k_proj.weight"].shape == (64, 64)
     assert_same_bits(load(path, layout)[1], params)
     assert_same_bits(load(path)[1], init_params(config, EXACT, ONE, ONE.mesh(), seed=0))
-    params["layers"][0]["attn"]["v"] = params["layers"][0]["attn"]["v"].at[0, 0, 0].add(1)
-    with pytest.raises(ValueError, match=r"layers\.0\.attn\.v: the 4 copies of a head differ"):
-        hf.save(path, config, params)
 
 
 def test_fused_experts(tmp_path):

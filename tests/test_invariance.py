@@ -1,7 +1,8 @@
 """The log-probability of a token has the same bits however its sequence reached the model.
 
-Per model: training call on packed whole sequences, prefill whole, prefill in random pieces, token-by-token decode,
-any batch composition and order, after preemption and recompute. Pools are filled with NaN first.
+Per model: training call on packed whole sequences, prefill whole, prefill in random pieces,
+token-by-token decode, any batch composition and order, after preemption and recompute. Pools are
+filled with NaN first.
 """
 
 import functools
@@ -10,12 +11,12 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from isojax.models.init import init_params
 
 from isojax import cache as caches
 from isojax.batch import Bucket
 from isojax.mesh import Layout
 from isojax.models.config import ModelConfig
-from isojax.models.params import init_params
 from isojax.numerics.policy import Policy
 from tests.runner import Runner, program
 from tests.util import assert_same_bits, whole_sequences
@@ -24,18 +25,20 @@ COMMON = dict(
     vocab_size=96, hidden_size=32, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
     rotary_dim=8, intermediate_size=48,
 )  # fmt: skip
-MOE = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, mlp_layer_types=("sparse",))
+MOE = dict(
+    num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, mlp_layer_types=("sparse",)
+)
 HYBRID = dict(
     layer_types=("linear_attention", "full_attention"), linear_num_key_heads=2,
     linear_num_value_heads=4, linear_key_head_dim=16, linear_value_head_dim=16,
 )  # fmt: skip
-SHARED = dict(shared_expert_intermediate_size=16)
+HYBRID_MOE = dict(**MOE, **HYBRID, shared_expert_intermediate_size=16)
 MODELS = {
     "qwen3": ModelConfig(model_type="qwen3", num_layers=2, **COMMON),
     "qwen3_moe": ModelConfig(model_type="qwen3_moe", num_layers=2, **COMMON, **MOE),
-    "qwen3_next": ModelConfig(model_type="qwen3_next", num_layers=2, **COMMON, **MOE, **HYBRID, **SHARED),
+    "qwen3_next": ModelConfig(model_type="qwen3_next", num_layers=2, **COMMON, **HYBRID_MOE),
     "qwen3_5": ModelConfig(model_type="qwen3_5", num_layers=4, **COMMON, **HYBRID),
-    "qwen3_5_moe": ModelConfig(model_type="qwen3_5_moe", num_layers=2, **COMMON, **MOE, **HYBRID, **SHARED),
+    "qwen3_5_moe": ModelConfig(model_type="qwen3_5_moe", num_layers=2, **COMMON, **HYBRID_MOE),
 }  # fmt: skip
 POLICIES = {"bfloat16": Policy(), "float32": Policy(compute_dtype="float32")}
 
@@ -44,7 +47,7 @@ MIXED = Bucket(tokens=160, sequences=4, pieces=8, pages=4, piece_rows=64)
 DECODE = Bucket(tokens=4, sequences=4, pieces=4, pages=4, piece_rows=1)
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def parameters(name: str, dtype: str):
     layout = Layout()
     return init_params(MODELS[name], POLICIES[dtype], layout, layout.mesh(), seed=0)
@@ -61,7 +64,9 @@ def sequences(lengths, seed=0):
 
 
 def trained(name, dtype, data):
-    """Each sequence's log-probabilities from one training-shaped call: fresh shared cache, all at once."""
+    """Each sequence's log-probabilities from one training-shaped call: fresh shared cache, all at
+    once.
+    """
     model, policy = MODELS[name], POLICIES[dtype]
     lengths = [len(tokens) for tokens, _ in data.values()]
     batch = whole_sequences(lengths, tokens=WHOLE.tokens)
@@ -78,11 +83,14 @@ def trained(name, dtype, data):
 
 
 def in_pieces(name, dtype, data, plan, seed=0, preempt=()):
-    """Feed by `plan`: a list of calls, each {sequence: number of tokens}; all-ones calls use decode's bucket.
+    """Feed by `plan`: a list of calls, each {sequence: number of tokens}; all-ones calls use
+    decode's bucket.
 
     preempt: after these calls, drop one sequence's cache; its tokens are fed again from the start.
     """
-    runner = Runner(MODELS[name], POLICIES[dtype], parameters(name, dtype), pages=32, slots=8, seed=seed)
+    runner = Runner(
+        MODELS[name], POLICIES[dtype], parameters(name, dtype), pages=32, slots=8, seed=seed
+    )
     done = dict.fromkeys(data, 0)
     out = {key: np.zeros(len(tokens), np.float32) for key, (tokens, _) in data.items()}
 
@@ -140,9 +148,7 @@ def test_training_equals_prefill_pieces_and_decode(name, dtype):
     random = np.random.default_rng(1)
     plan = random_plan(lengths, random)
     assert_same_bits(in_pieces(name, dtype, data, plan, seed=2, preempt={1, 3}), want)
-    step_by_step = [
-        {key: 1 for key, n in enumerate(lengths) if t < n} for t in range(max(lengths))
-    ]
+    step_by_step = [{key: 1 for key, n in enumerate(lengths) if t < n} for t in range(max(lengths))]
     assert_same_bits(in_pieces(name, dtype, data, step_by_step, seed=3), want)
 
 
@@ -166,5 +172,3 @@ def test_order_and_company_do_not_matter():
     for order in ([2, 0, 1], [1], [0, 2]):
         some = {key: data[key] for key in order}
         assert_same_bits(trained("qwen3_5_moe", "bfloat16", some), {k: want[k] for k in order})
-
-

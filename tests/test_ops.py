@@ -89,9 +89,7 @@ def test_leaf_dot_and_token_sum():
 
 def test_columns():
     x, w, u = normal(0, 16, 24), normal(1, 24, 16), normal(2, 24, 8)
-    check(
-        lambda x, w, u: columns(x, (w, u), **OPS), lambda x, w, u: (x @ w, x @ u), x, w, u
-    )
+    check(lambda x, w, u: columns(x, (w, u), **OPS), lambda x, w, u: (x @ w, x @ u), x, w, u)
 
 
 def test_rows():

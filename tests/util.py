@@ -25,7 +25,9 @@ def assert_same_bits(got, want) -> None:
         g, w = np.asarray(g), np.asarray(w)
         assert g.dtype == w.dtype and g.shape == w.shape
         wrong = bits(g) != bits(w)
-        assert not wrong.any(), f"{wrong.sum()} of {wrong.size} differ, first {np.argwhere(wrong)[0]}"
+        assert not wrong.any(), (
+            f"{wrong.sum()} of {wrong.size} differ, first {np.argwhere(wrong)[0]}"
+        )
 
 
 def whole_sequences(

@@ -1,7 +1,7 @@
 """The blocks of the Qwen3 family, per rank: compositions of ops, with data movement between them.
 
-Every function takes a layer's parameters, normed rows h [T, H] and what it needs of the call, and gives
-rows [T, H] that are the same on every model rank.
+Every function takes a layer's parameters, normed rows h [T, H] and what it needs of the call, and
+gives rows [T, H] that are the same on every model rank.
 """
 
 import dataclasses
@@ -58,7 +58,9 @@ def attention_block(
     table: Table,
     s: Static,
 ) -> tuple[jax.Array, Cache]:
-    """Grouped-query attention with q/k norm, rotary positions and, if the model has it, an output gate."""
+    """Grouped-query attention with q/k norm, rotary positions and, if the model has it, an output
+    gate.
+    """
     m = s.model
     gated = m.attention_output_gate
     copies = max(1, s.layout.model // m.num_key_value_heads)

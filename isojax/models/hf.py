@@ -76,12 +76,12 @@ def pieces(tree: Params, config: ModelConfig, parts: dict[str, Part]) -> Iterato
     for parameter in jax.tree.leaves(tree):
         if parameter.position is None:
             part = parts[parameter.key]
-            shape = part.tensor_shape(parameter.distinct_shape)
+            shape = part.tensor_shape(parameter.shape)
             yield Piece(parameter, part, part.name, shape, ())
     for layer in range(config.num_layers):
         period, position = divmod(layer, config.period)
         for parameter in jax.tree.leaves(tree["layers"][position]):
-            part, shape = parts[parameter.key], parameter.distinct_shape[1:]
+            part, shape = parts[parameter.key], parameter.shape[1:]
             if not part.per_expert:
                 name = part.name.format(layer=layer)
                 yield Piece(parameter, part, name, part.tensor_shape(shape), (period,))
@@ -220,10 +220,8 @@ def _indexer(rows: np.ndarray) -> slice | np.ndarray:
 def _tensor_index(piece: Piece, block: tuple[slice, ...]) -> tuple[slice | np.ndarray, ...]:
     """Where a block of a parameter (of one period, one expert) stands in the view of its tensor."""
     parameter, axis = piece.parameter, piece.part.row_axis % len(block)
-    sides = parameter.distinct_shape[len(parameter.shape) - len(block) :]
+    sides = parameter.shape[len(parameter.shape) - len(block) :]
     rows = piece.part.rows(sides[axis])
-    if parameter.copies > 1:  # heads lie on the last axis, which is the tensor's rows
-        rows = rows[parameter.columns()]
     index: list[slice | np.ndarray] = list(block)
     index[axis] = _indexer(rows[block[axis]])
     return tuple(index)
@@ -242,8 +240,7 @@ def save(
     `shard_bytes` bytes, or one tensor.
 
     Raises:
-      ValueError: if the parameters are not this model's, or copies of a key or value head differ,
-        so that no single head stands for them.
+      ValueError: if the parameters are not this model's.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -307,9 +304,7 @@ class _Writer:
             raise ValueError(f"the parameters are {given}, this config has {expected}")
         arrays, stored = {}, []
         for parameter, array in zip(jax.tree.leaves(tree), jax.tree.leaves(params), strict=True):
-            copies, rest = divmod(array.shape[-1], parameter.shape[-1])
-            may_repeat = copies == 1 or parameter.head > 1
-            if rest or array.shape[:-1] != parameter.shape[:-1] or not may_repeat:
+            if array.shape != parameter.shape:
                 name, shape = parameter.name, parameter.shape
                 raise ValueError(f"{name} is {list(array.shape)}, the config says {list(shape)}")
             arrays[parameter.name] = array
@@ -335,7 +330,7 @@ class _Writer:
         return tensor
 
     def block(self, piece: Piece) -> np.ndarray:
-        """A piece's values, every head once."""
+        """A piece's values."""
         period, expert = piece.at[:1], piece.at[1:]
         if period != self.period:
             self.period, self.fetched = period, {}
@@ -344,17 +339,5 @@ class _Writer:
             array = self.arrays[name]
             for index in period:  # an operand, so that one compilation does for all periods
                 array = lax.dynamic_index_in_dim(array, index, keepdims=False)
-            self.fetched[name] = _one_of_each(np.asarray(array), piece.parameter)
+            self.fetched[name] = np.asarray(array)
         return self.fetched[name][expert]
-
-
-def _one_of_each(array: np.ndarray, parameter: Parameter) -> np.ndarray:
-    """The array with one copy of each head."""
-    copies = array.shape[-1] // parameter.shape[-1]
-    if copies == 1:
-        return array
-    heads = array.reshape(*array.shape[:-1], -1, copies, parameter.head)
-    bits = np.ascontiguousarray(heads).view(np.uint8)
-    if (bits != bits[..., :1, :]).any():
-        raise ValueError(f"{parameter.name}: the {copies} copies of a head differ")
-    return heads[..., 0, :].reshape(*array.shape[:-1], parameter.shape[-1])

@@ -42,11 +42,11 @@ def init_params(
 
 
 def _block(parameter: Parameter, seed: int, at: tuple[int, ...]) -> np.ndarray:
-    """The block at leading indices `at`, float32, with heads repeated as the parameter has them."""
+    """The block at leading indices `at`, float32."""
     number = int(np.ravel_multi_index(at, parameter.shape[: len(at)])) if at else 0
     key = np.array([seed, zlib.crc32(parameter.name.encode()) << 32 | number], np.uint64)
     random = np.random.Generator(np.random.Philox(key=key))
-    shape = parameter.distinct_shape[len(at) :]
+    shape = parameter.shape[len(at) :]
     match parameter.init:
         case "zeros":
             return np.zeros(shape, np.float32)
@@ -55,7 +55,7 @@ def _block(parameter: Parameter, seed: int, at: tuple[int, ...]) -> np.ndarray:
         case "normal":
             values = random.standard_normal(shape, np.float32)
             values *= np.float32(parameter.std)
-            return values if parameter.copies == 1 else values[..., parameter.columns()]
+            return values
         case "A_log":
             return np.log(random.uniform(0.05, 16.0, shape)).astype(np.float32)
         case "dt_bias":

@@ -21,7 +21,7 @@ every rank.
 
 import dataclasses
 import math
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -51,8 +51,6 @@ class Parameter:
     spec: which mesh axes cut it.
     init: the distribution of its first values.
     std: their standard deviation, for "normal".
-    copies: how often each head (`head` consecutive columns of the last axis) stands in a row: more
-      than once where there are fewer key and value heads than model ranks.
     """
 
     name: str
@@ -61,8 +59,6 @@ class Parameter:
     spec: PartitionSpec
     init: Init = "normal"
     std: float = 1.0
-    head: int = 1
-    copies: int = 1
 
     @property
     def key(self) -> str:
@@ -73,17 +69,6 @@ class Parameter:
     def position(self) -> int | None:
         """The layer's position in the period; None outside the layers."""
         return int(self.name.split(".")[1]) if self.name.startswith("layers.") else None
-
-    @property
-    def distinct_shape(self) -> tuple[int, ...]:
-        """The shape with every head once."""
-        return (*self.shape[:-1], self.shape[-1] // self.copies)
-
-    def columns(self) -> np.ndarray:
-        """For each index of the last axis, which index of `distinct_shape`'s last axis it
-        copies."""
-        column = np.arange(self.distinct_shape[-1]).reshape(-1, self.head)
-        return np.repeat(column, self.copies, axis=0).reshape(-1)
 
 
 def check_layout(config: ModelConfig, layout: Layout) -> None:
@@ -146,16 +131,6 @@ def parameters(config: ModelConfig, policy: Policy, layout: Layout) -> Params:
     return tree
 
 
-class _Heads(NamedTuple):
-    """How the last axis is made of heads, see `Parameter`."""
-
-    head: int = 1
-    copies: int = 1
-
-
-_WHOLE = _Heads()
-
-
 @dataclasses.dataclass(frozen=True)
 class _Builder:
     """Parameters of a model, named by their path."""
@@ -165,26 +140,19 @@ class _Builder:
     layout: Layout
 
     def weight(
-        self,
-        name: str,
-        shape: tuple[int, ...],
-        spec: PartitionSpec,
-        std: float,
-        heads: _Heads = _WHOLE,
+        self, name: str, shape: tuple[int, ...], spec: PartitionSpec, std: float
     ) -> Parameter:
-        return Parameter(name, shape, self.dtype, spec, "normal", std, *heads)
+        return Parameter(name, shape, self.dtype, spec, "normal", std)
 
     def norm(self, name: str, shape: tuple[int, ...]) -> Parameter:
         init: Init = "zeros" if self.config.zero_centered_norm else "ones"
         return Parameter(name, shape, self.dtype, REPLICATED, init)
 
-    def column(
-        self, name: str, outputs: int, spec: PartitionSpec = COLUMN, heads: _Heads = _WHOLE
-    ) -> Parameter:
+    def column(self, name: str, outputs: int, spec: PartitionSpec = COLUMN) -> Parameter:
         """A map from the residual: rows of unit scale give outputs of unit scale."""
         inputs = self.config.hidden_size
         shape = (self.config.periods, inputs, outputs)
-        return self.weight(name, shape, spec, inputs**-0.5, heads)
+        return self.weight(name, shape, spec, inputs**-0.5)
 
     def row(self, name: str, inputs: int) -> Parameter:
         """A map into the residual, scaled so that all layers together add unit variance."""
@@ -218,12 +186,12 @@ class _Builder:
             config.num_attention_heads,
             config.num_key_value_heads,
         )
-        copies = max(1, self.layout.model // pairs)
-        shared = _Heads(dim, copies)
+        # heads that ranks outnumber are whole on every rank, which takes its own (see `columns`)
+        shared = REPLICATED if self.layout.model > pairs else COLUMN
         tree = {
             "q": self.column(name + "q", queries * dim),
-            "k": self.column(name + "k", pairs * copies * dim, heads=shared),
-            "v": self.column(name + "v", pairs * copies * dim, heads=shared),
+            "k": self.column(name + "k", pairs * dim, shared),
+            "v": self.column(name + "v", pairs * dim, shared),
             "q_norm": self.norm(name + "q_norm", (config.periods, dim)),
             "k_norm": self.norm(name + "k_norm", (config.periods, dim)),
             "o": self.row(name + "o", queries * dim),
@@ -303,6 +271,6 @@ def shapes(config: ModelConfig, policy: Policy, layout: Layout, mesh: Mesh) -> P
 
 
 def count(config: ModelConfig) -> int:
-    """How many numbers the model has, every key and value head counted once."""
+    """How many numbers the model has."""
     tree = parameters(config, Policy(), Layout())
     return sum(math.prod(p.shape) for p in jax.tree.leaves(tree))

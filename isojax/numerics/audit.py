@@ -1,8 +1,8 @@
 """Proof that the forward does no floating-point arithmetic outside its ops.
 
-Between ops only movement is allowed: an operation whose float outputs are copies of its float inputs, or a
-cast. Whatever else touches a float outside a call named ``iso_*`` is a finding, for XLA would choose how to
-round it, fuse it and order its sums.
+Between ops only movement is allowed: an operation whose float outputs are copies of its float
+inputs, or a cast. Whatever else touches a float outside a call named ``iso_*`` is a finding, for
+XLA would choose how to round it, fuse it and order its sums.
 """
 
 import dataclasses
@@ -73,7 +73,7 @@ def _where(source_info: Any) -> str:
 
 
 def audit(function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Finding]:
-    """Trace function(*args, **kwargs) (arrays or ShapeDtypeStructs) and list what is outside ops."""
+    """Trace function(*args, **kwargs), of arrays or ShapeDtypeStructs; list what is outside ops."""
     return list(findings(jax.make_jaxpr(lambda *a: function(*a, **kwargs))(*args).jaxpr))
 
 

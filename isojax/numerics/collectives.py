@@ -1,7 +1,7 @@
 """Movement between ranks, and the sums of leaf trees that ranks share.
 
-A collective here only moves numbers; every add is `pair_sum`. With one rank on an axis nothing is moved and
-the expression is the same.
+A collective here only moves numbers; every add is `pair_sum`. With one rank on an axis nothing is
+moved and the expression is the same.
 """
 
 import jax
@@ -28,7 +28,8 @@ def local_leaves(size: int, leaves: int, ranks: int, what: str) -> int:
     total = leaf_count(size, leaves)
     if total % ranks:
         raise ValueError(
-            f"{what}: a contraction over {size} has {total} leaves, which {ranks} ranks do not divide"
+            f"{what}: a contraction over {size} has {total} leaves, "
+            f"which {ranks} ranks do not divide"
         )
     return total // ranks
 
@@ -50,8 +51,8 @@ def data_sum(partial: jax.Array, layout: Layout) -> jax.Array:
 def head_sum(x: jax.Array, heads: int, policy: Policy, layout: Layout) -> jax.Array:
     """Sum x [local heads, ...] over all `heads` heads of the model ranks -> float32 [...].
 
-    Heads form equal leaves, each summed by halving; leaves combine by `pair_sum`. Where ranks outnumber
-    heads, neighbouring ranks hold the same head and one of each counts.
+    Heads form equal leaves, each summed by halving; leaves combine by `pair_sum`. Where ranks
+    outnumber heads, neighbouring ranks hold the same head and one of each counts.
     """
     copies = max(1, layout.model // heads)
     ranks = layout.model // copies

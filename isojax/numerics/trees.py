@@ -1,7 +1,7 @@
 """Reduction trees written out in elementwise adds: the order of every sum is in the program text.
 
-XLA may schedule, tile and vectorise elementwise adds as it likes but never reassociates them, so the bits of
-a row follow from the row alone. All sums are float32.
+XLA may schedule, tile and vectorise elementwise adds as it likes but never reassociates them, so
+the bits of a row follow from the row alone. All sums are float32.
 """
 
 from collections.abc import Callable
@@ -102,11 +102,17 @@ def leaf_dot(a: jax.Array, b: jax.Array, leaves: int, width: int = 16) -> jax.Ar
     return pair_sum(tree_dot(a, b, width))
 
 
-def token_sum(x: jax.Array, leaves: int) -> jax.Array:
-    """Sum x [T, ...] over its tokens -> float32 [...].
+def token_leaves(x: jax.Array, leaves: int) -> jax.Array:
+    """Sum x [T, ...] over the tokens of each leaf -> float32 [leaves, ...].
 
     T is `leaves` contiguous leaves of equal length. Within a leaf rows join in blocks of 16 as in
-    `tree_dot`; leaves combine by `pair_sum`.
+    `tree_dot`.
     """
-    ones = jnp.ones((1, x.shape[0]), jnp.float32)
-    return leaf_dot(ones, x.reshape(x.shape[0], -1), leaves).reshape(x.shape[1:])
+    rows = x.shape[0] // leaves
+    ones = jnp.ones((1, rows), jnp.float32)
+    return tree_dot(ones, x.reshape(leaves, rows, -1)).reshape(leaves, *x.shape[1:])
+
+
+def token_sum(x: jax.Array, leaves: int) -> jax.Array:
+    """Sum x [T, ...] over its tokens -> float32 [...]: `token_leaves`, combined by `pair_sum`."""
+    return pair_sum(token_leaves(x, leaves))

@@ -1,14 +1,15 @@
 """Ragged paged attention: causal softmax attention of new tokens over their sequence's pages.
 
 Row: out[t, head] depends on q[t, head] and the keys and values of the own sequence up to t.
-Tree: keys are walked in blocks of `kv_block` from the sequence's start. Per block: scores by `tree_dot` over
-features, a running maximum, the old sums always rescaled, exp(score - maximum) added by halving, its rounded copy
-times the values by `tree_dot`. Every `kv_segment` keys a fresh state begins; states are merged in order. A block
-or segment beyond a row adds exact zeros, so it does not matter how far other rows make the walk go.
-Rounding: q, k, v and the probabilities (before they meet the values) are in the compute dtype; scores, sums
-and the output before its one rounding are float32.
-Gradient (training: whole sequences): by blocks, in fixed order; keys' and values' gradients accumulate per
-query head and then sum over the group of heads by `pair_sum`.
+Tree: keys are walked in blocks of `kv_block` from the sequence's start. Per block: scores by
+`tree_dot` over features, a running maximum, the old sums always rescaled, exp(score - maximum)
+added by halving, its rounded copy times the values by `tree_dot`. Every `kv_segment` keys a fresh
+state begins; states are merged in order. A block or segment beyond a row adds exact zeros, so it
+does not matter how far other rows make the walk go.
+Rounding: q, k, v and the probabilities (before they meet the values) are in the compute dtype;
+scores, sums and the output before its one rounding are float32. Gradient (training: whole
+sequences): by blocks, in fixed order; keys' and values' gradients accumulate per query head and
+then sum over the group of heads by `pair_sum`.
 Source: Milakov and Gimelshein, arXiv 1805.02867 (online softmax); Dao et al., arXiv 2205.14135.
 """
 
@@ -27,7 +28,9 @@ from isojax.ops.op import op
 
 
 class _State(NamedTuple):
-    """Softmax of the keys seen so far: float32 maximum, sum of exp [..., 1], weighted values [..., D]."""
+    """Softmax of the keys seen so far: float32 maximum, sum of exp [..., 1], weighted values [...,
+    D].
+    """
 
     maximum: jax.Array
     total: jax.Array
@@ -60,9 +63,7 @@ def _merge(left: _State, right: _State) -> _State:
     maximum = jnp.maximum(left.maximum, right.maximum)
     a = jnp.where(left.maximum == -jnp.inf, 0.0, _shrink(left.maximum, maximum))
     b = jnp.where(right.maximum == -jnp.inf, 0.0, _shrink(right.maximum, maximum))
-    return _State(
-        maximum, left.total * a + right.total * b, left.values * a + right.values * b
-    )
+    return _State(maximum, left.total * a + right.total * b, left.values * a + right.values * b)
 
 
 def _choose(condition: jax.Array, a: _State, b: _State) -> _State:
@@ -150,9 +151,9 @@ def _attend(policy, scale, q, keys, values, layer, batch):
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
 def _attention(policy, layout, scale, kv_heads, q, k, v, keys, values, layer, batch):
-    return _attention_forward(
-        policy, layout, scale, kv_heads, q, k, v, keys, values, layer, batch
-    )[0]
+    return _attention_forward(policy, layout, scale, kv_heads, q, k, v, keys, values, layer, batch)[
+        0
+    ]
 
 
 def _attention_forward(policy, layout, scale, kv_heads, q, k, v, keys, values, layer, batch):
@@ -248,9 +249,9 @@ def attention(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Write k and v into their pages, then attend: -> (out [T, Hq, D], keys, values).
 
-    q [T, Hq, D], k, v [T, Hkv, D] of this rank, norm and rotary applied; keys, values [L, pages, page,
-    Hkv, D]; layer: int32 scalar, the entry of the pools; kv_heads: key/value heads of all ranks together.
-    Scores are scaled by D ** -0.5.
+    q [T, Hq, D], k, v [T, Hkv, D] of this rank, norm and rotary applied; keys, values [L, pages,
+    page, Hkv, D]; layer: int32 scalar, the entry of the pools; kv_heads: key/value heads of all
+    ranks together. Scores are scaled by D ** -0.5.
     """
     scale = float(q.shape[-1]) ** -0.5
     return _attention(policy, layout, scale, kv_heads, q, k, v, keys, values, layer, batch)

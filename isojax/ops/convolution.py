@@ -1,10 +1,11 @@
 """Causal depthwise convolution over a sequence, followed by silu.
 
-Row: out[t] depends on its sequence's last `width` inputs, found in this call or in the cached state.
+Row: out[t] depends on its sequence's last `width` inputs, found in this call or in the cached
+state.
 Tree: the taps' products are added by halving (`tree_sum`).
 Rounding: products and sums float32; the result is rounded once.
-Gradient (training: whole sequences): by inputs, the taps mirrored with the same halving; by the weight, a
-sum over tokens in batch leaves.
+Gradient (training: whole sequences): by inputs, the taps mirrored with the same halving; by the
+weight, a sum over tokens in batch leaves.
 """
 
 from functools import partial

@@ -1,6 +1,7 @@
 """Elementwise ops of a row: what joins branches and opens gates.
 
-Row: out[t] depends on the inputs' row t alone. Tree: none (one sum over a row in `gated_add`'s gradient).
+Row: out[t] depends on the inputs' row t alone. Tree: none (one sum over a row in `gated_add`'s
+gradient).
 Rounding: float32 inside, one rounding to the input's dtype.
 """
 

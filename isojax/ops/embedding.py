@@ -49,7 +49,9 @@ def _embedding_backward(policy, layout, saved, dout):
     terms = dout.astype(jnp.float32).reshape(leaves, -1, width)
     leaf = jnp.arange(leaves)
 
-    def add_row(i, total):  # one row of every leaf: the targets are distinct, the order is the rows'
+    def add_row(
+        i, total
+    ):  # one row of every leaf: the targets are distinct, the order is the rows'
         return total.at[leaf, rows[:, i]].add(terms[:, i], mode="drop", unique_indices=True)
 
     zero = jnp.zeros((leaves, size, width), jnp.float32)

@@ -1,12 +1,14 @@
-"""Experts of a mixture: tokens travel to their experts, and what comes back combines in routing order.
+"""Experts of a mixture: tokens travel to their experts, and what comes back combines in routing
+order.
 
 Row: out[t] depends on x[t], its experts and weights alone; no token is ever dropped.
-Tree: each expert's linear maps by `tree_dot`; a token's results combine by halving over its routing slots.
-Rounding: operands in the compute dtype; gate and up stay float32 until their product is rounded; an expert's
-result is rounded, its weighted sum over slots is float32 and rounded once.
-Gradient: an expert's weights sum over its tokens: within a batch leaf in token order, in blocks of `dot_width`
-tokens; leaves by `pair_sum`. Experts lie on all ranks of both mesh axes, so their gradients are complete where
-they are.
+Tree: each expert's linear maps by `tree_dot`; a token's results combine by halving over its routing
+slots.
+Rounding: operands in the compute dtype; gate and up stay float32 until their product is rounded; an
+expert's result is rounded, its weighted sum over slots is float32 and rounded once.
+Gradient: an expert's weights sum over its tokens: within a batch leaf in token order, in blocks of
+`dot_width` tokens; leaves by `pair_sum`. Experts lie on all ranks of both mesh axes, so their
+gradients are complete where they are.
 """
 
 from functools import partial
@@ -25,10 +27,11 @@ from isojax.ops.weight import Parameter
 
 
 class _Blocks(NamedTuple):
-    """Routed rows sorted into blocks of one group each. index [n, B]: routed row, out of range where empty;
+    """Routed rows sorted into blocks of one group each. row [n, B]: routed row, out of range where
+    empty;
     group [n]: the block's group."""
 
-    index: jax.Array
+    row: jax.Array
     group: jax.Array
 
 
@@ -57,7 +60,9 @@ def _blocks(group: jax.Array, groups: int, size: int) -> _Blocks:
 
 
 def _grouped_dot(x: jax.Array, w: jax.Array, group: jax.Array, policy: Policy) -> jax.Array:
-    """x [n, B, K], w [E, K, N], group [n] -> float32 [n, B, N]: `tree_dot` with each block's own weight."""
+    """x [n, B, K], w [E, K, N], group [n] -> float32 [n, B, N]: `tree_dot` with each block's own
+    weight.
+    """
     return tree_dot(x, w, policy.dot_width, pick=lambda step: step[group])
 
 
@@ -87,7 +92,9 @@ def _first_expert(per_rank: int, layout: Layout) -> jax.Array | int:
 
 
 class _Routed(NamedTuple):
-    """What both directions need of the local experts' work, for one way of grouping rows into blocks."""
+    """What both directions need of the local experts' work, for one way of grouping rows into
+    blocks.
+    """
 
     blocks: _Blocks
     expert: jax.Array
@@ -99,7 +106,7 @@ class _Routed(NamedTuple):
 
 def _up(policy: Policy, x, blocks: _Blocks, expert, top_k: int, gate, up) -> _Routed:
     """Gate, up and their product for every block; x is [tokens of all data ranks, H]."""
-    token = jnp.where(blocks.index < x.shape[0] * top_k, blocks.index // top_k, x.shape[0])
+    token = jnp.where(blocks.row < x.shape[0] * top_k, blocks.row // top_k, x.shape[0])
     tile = x.at[token].get(mode="fill", fill_value=0)
     g = _grouped_dot(tile, gate, expert, policy)
     u = _grouped_dot(tile, up, expert, policy)
@@ -107,10 +114,10 @@ def _up(policy: Policy, x, blocks: _Blocks, expert, top_k: int, gate, up) -> _Ro
 
 
 def _scatter(tiles: jax.Array, blocks: _Blocks, rows: int) -> jax.Array:
-    """Block rows back to routed rows: [n, B, H] -> [rows, H], zero where no local expert was asked."""
+    """Block rows [n, B, H] back to routed rows [rows, H], zero where no local expert was asked."""
     flat = tiles.reshape(-1, tiles.shape[-1])
     out = jnp.zeros((rows, tiles.shape[-1]), tiles.dtype)
-    return out.at[blocks.index.reshape(-1)].set(flat, mode="drop")
+    return out.at[blocks.row.reshape(-1)].set(flat, mode="drop")
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -151,7 +158,7 @@ def _experts_backward(static, saved, dout):
     expert = blocks.group // leaves
     r = _up(policy, everyone, blocks, expert, top_k, w_gate, w_up)
     dy_all = dy_all.reshape(rows, -1)
-    dy_tile = dy_all.at[blocks.index].get(mode="fill", fill_value=0)
+    dy_tile = dy_all.at[blocks.row].get(mode="fill", fill_value=0)
 
     dhidden = _grouped_dot(dy_tile, jnp.swapaxes(w_down, 1, 2), expert, policy)
     s = jax.nn.sigmoid(r.gate)

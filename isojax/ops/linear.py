@@ -3,8 +3,8 @@
 Row: out[t] depends on x[t] and the weight alone.
 Tree: `tree_dot` over the inputs; where ranks cut the inputs, `leaves` equal leaves and `pair_sum`.
 Rounding: operands are in the compute dtype, the sum is float32, the result is rounded once.
-Gradient: by x, a dot over outputs (a leaf tree, since columns are cut); by the weight, a sum over tokens in
-batch leaves, float32, of this data rank alone.
+Gradient: by x, a dot over outputs (a leaf tree, since columns are cut); by the weight, a sum over
+tokens in batch leaves, float32, of this data rank alone.
 """
 
 from functools import partial
@@ -37,7 +37,7 @@ def _own(w: jax.Array, copies: int, layout: Layout) -> jax.Array:
 
 
 def _counted(x: jax.Array, copies: int) -> jax.Array:
-    """Of own columns x [..., N], the part that this rank stands for: neighbours share the copies."""
+    """Of own columns x [..., N], the part that this rank stands for, neighbours having the rest."""
     if copies == 1:
         return x
     width = x.shape[-1] // copies
@@ -97,9 +97,11 @@ def columns(
 ) -> tuple[jax.Array, ...]:
     """Several column-cut linear maps of one input.
 
-    x [T, K], the same on every model rank; ws: weights [K, N_i / model] -> outputs [T, N_i / model].
-    copies: for each weight, how many neighbouring ranks take the same columns of it (default 1); where
-    it is more than 1, the weight is whole, [K, N_i], on every rank: heads that ranks outnumber.
+    x [T, K], the same on every model rank; ws: weights [K, N_i / model] -> outputs [T, N_i /
+    model].
+    copies: for each weight, how many neighbouring ranks take the same columns of it (default 1);
+    where it is more than 1, the weight is whole, [K, N_i], on every rank: heads that ranks
+    outnumber.
     """
     return _columns((copies or (1,) * len(ws), policy, layout), x, ws)
 
@@ -126,5 +128,5 @@ _rows.defvjp(_rows_forward, _rows_backward)
 
 @op("rows", static=("policy", "layout"))
 def rows(x: jax.Array, w: Parameter, *, policy: Policy, layout: Layout) -> jax.Array:
-    """A row-cut linear map: x [T, K / model], w [K / model, N] -> [T, N], the same on every rank."""
+    """A row-cut linear map: x [T, K / model], w [K / model, N] -> [T, N], on every model rank."""
     return _rows(policy, layout, x, w)

@@ -1,16 +1,19 @@
 """Log-probability of a token under the language-model head, without the [T, V] array.
 
 Row: depends on hidden[t], the head and the token's own temperature, target and threshold alone.
-Tree: a logit by `tree_dot` over features. The vocabulary is cut into `vocab_leaves` equal leaves; a leaf walks
-blocks of `vocab_block` logits in order with an online log-sum-exp (a block's exp are added by halving); leaves
-combine by neighbours, so ranks that hold vocabulary shards finish the same tree.
-Rounding: operands in the compute dtype; logits, their product with the inverse temperature and all sums float32.
-Gradient: logits are recomputed block by block and rounded to the compute dtype as gradients; by hidden a dot
-within blocks, blocks in order, leaves by `pair_sum`; by the head a sum over tokens in batch leaves.
+Tree: a logit by `tree_dot` over features. The vocabulary is cut into `vocab_leaves` equal leaves; a
+leaf walks blocks of `vocab_block` logits in order with an online log-sum-exp (a block's exp are
+added by halving); leaves combine by neighbours, so ranks that hold vocabulary shards finish the
+same tree.
+Rounding: operands in the compute dtype; logits, their product with the inverse temperature and all
+sums float32.
+Gradient: logits are recomputed block by block and rounded to the compute dtype as gradients; by
+hidden a dot within blocks, blocks in order, leaves by `pair_sum`; by the head a sum over tokens in
+batch leaves.
 
-Two log-probabilities come out: over the full vocabulary, and over the kept set {v: z[v] >= threshold} of scaled
-logits z. Truncated sampling (top-k, top-p, min-p) keeps exactly such a set, and since logits are bitwise
-reproducible its threshold is all that has to be stored.
+Two log-probabilities come out: over the full vocabulary, and over the kept set {v: z[v] >=
+threshold} of scaled logits z. Truncated sampling (top-k, top-p, min-p) keeps exactly such a set,
+and since logits are bitwise reproducible its threshold is all that has to be stored.
 """
 
 from functools import partial
@@ -30,8 +33,9 @@ from isojax.ops.weight import Parameter
 
 
 class Statistics(NamedTuple):
-    """Log-sum-exp in the making, float32 [..., T]: maximum, sum of exp, the same over the kept set, and the
-    target's scaled logit (-inf until met)."""
+    """Log-sum-exp in the making, float32 [..., T]: maximum, sum of exp, the same over the kept set,
+    and the target's scaled logit (-inf until met).
+    """
 
     maximum: jax.Array
     total: jax.Array
@@ -40,7 +44,7 @@ class Statistics(NamedTuple):
 
 
 def _absorb(s: Statistics, z: jax.Array, hit: jax.Array, threshold: jax.Array) -> Statistics:
-    """Add a block z [..., T, B] of scaled logits (-inf where there is none); hit marks the target."""
+    """Add a block z [..., T, B] of scaled logits, -inf where there is none; hit: the target."""
     maximum = jnp.maximum(s.maximum, jnp.max(z, axis=-1))
     old = jnp.exp(s.maximum - maximum)
     e = jnp.exp(z - maximum[..., None])
@@ -201,8 +205,9 @@ def linear_logprob(
 ) -> tuple[jax.Array, jax.Array]:
     """Log-probabilities of targets: (over the full vocabulary, over the kept set), float32 [T].
 
-    x [T, H]; w [H, V / model]; targets int32 [T]; inverse_temperature, threshold float32 [T]; a threshold of
-    -inf keeps everything. A target outside its kept set has kept log-probability z - lse(kept) all the same.
+    x [T, H]; w [H, V / model]; targets int32 [T]; inverse_temperature, threshold float32 [T]; a
+    threshold of -inf keeps everything. A target outside its kept set has kept log-probability z -
+    lse(kept) all the same.
     """
     return _linear_logprob((policy, layout), x, w, targets, inverse_temperature, threshold)
 
@@ -211,7 +216,8 @@ def linear_logprob(
 def scaled_logits(
     x: jax.Array, w: Parameter, inverse_temperature: jax.Array, *, policy: Policy, layout: Layout
 ) -> jax.Array:
-    """x [S, H], w [H, V / model], inverse_temperature [S] -> float32 [S, V], the same on every rank.
+    """x [S, H], w [H, V / model], inverse_temperature [S] -> float32 [S, V], the same on every
+    rank.
 
     The bits are those that `linear_logprob` sees.
     """

@@ -3,8 +3,9 @@
 Row: out[t] (out[t, head]) depends on x[t] (x[t, head]) and the weight alone.
 Tree: the sum of squares over the last axis is `tree_sum` (halving).
 Rounding: float32 inside, the result is rounded once to the input's dtype.
-Gradient: by rows, the formula of the normalisation with the same tree; by the weight, a sum over tokens in
-batch leaves, then over heads in leaves that "model" ranks may share.
+Gradient: by rows, the formula of the normalisation with the same tree; by the weight, a sum over
+the tokens of a batch leaf, then over heads in leaves that "model" ranks may share, then over batch
+leaves.
 """
 
 from functools import partial
@@ -15,7 +16,7 @@ import jax.numpy as jnp
 from isojax.mesh import Layout
 from isojax.numerics.collectives import head_sum
 from isojax.numerics.policy import Policy
-from isojax.numerics.trees import token_sum, tree_sum
+from isojax.numerics.trees import pair_sum, token_leaves, tree_sum
 from isojax.ops import weight
 from isojax.ops.op import op
 from isojax.ops.weight import Parameter
@@ -30,21 +31,19 @@ def _scale(w: Parameter, zero_centered: bool) -> jax.Array:
     return 1.0 + scale if zero_centered else scale
 
 
-def _normalise_backward(
-    x: jax.Array, dn: jax.Array, epsilon: float
-) -> tuple[jax.Array, jax.Array]:
+def _normalise_backward(x: jax.Array, dn: jax.Array, epsilon: float) -> tuple[jax.Array, jax.Array]:
     """For n = x / rms(x), all float32: (n, dx)."""
     r = _inverse_rms(x, epsilon)
     n = x * r
     return n, r * (dn - n * (tree_sum(dn * n)[..., None] / x.shape[-1]))
 
 
-def _weight_sum(
-    terms: jax.Array, policy: Policy, layout: Layout, heads: int | None
-) -> jax.Array:
+def _weight_sum(terms: jax.Array, policy: Policy, layout: Layout, heads: int | None) -> jax.Array:
     """[T, D], or [T, local heads, D] with `heads` in all, -> float32 [D]."""
-    total = token_sum(terms, policy.batch_leaves // layout.data)
-    return total if heads is None else head_sum(total, heads, policy, layout)
+    total = token_leaves(terms, policy.batch_leaves // layout.data)
+    if heads is not None:  # before the leaves combine: "data" ranks hold only some of them
+        total = head_sum(jnp.moveaxis(total, 1, 0), heads, policy, layout)
+    return pair_sum(total)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -18,7 +18,8 @@ def rotary_table(
 ) -> tuple[jax.Array, jax.Array]:
     """positions int32 [T] -> (cosine, sine), float32 [T, rotary_dim / 2].
 
-    Source: Su et al., arXiv 2104.09864. The frequencies are computed once, in float64, at trace time.
+    Source: Su et al., arXiv 2104.09864. The frequencies are computed once, in float64, at trace
+    time.
     """
     exponent = np.arange(0, rotary_dim, 2, dtype=np.float64) / rotary_dim
     frequency = jnp.asarray((1.0 / theta**exponent).astype(np.float32))

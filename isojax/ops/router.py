@@ -1,10 +1,11 @@
 """The router of a mixture of experts: which experts a token takes, and with what weight.
 
 Row: depends on x[t] and the weight alone. Ties go to the lowest expert.
-Tree: logits by `tree_dot` over features; the softmax's sum by halving over the chosen experts (normalised) or
-over all of them.
+Tree: logits by `tree_dot` over features; the softmax's sum by halving over the chosen experts
+(normalised) or over all of them.
 Rounding: operands in the compute dtype, all else float32; the weights stay float32.
-Gradient: by x a dot over experts, which no rank cuts; by the weight a sum over tokens in batch leaves.
+Gradient: by x a dot over experts, which no rank cuts; by the weight a sum over tokens in batch
+leaves.
 """
 
 from functools import partial

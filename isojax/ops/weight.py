@@ -1,8 +1,9 @@
 """A parameter as an op sees it: an array, or an array with a float32 place for its gradient.
 
-jax gives a cotangent the dtype of its primal, so the gradient of a bfloat16 weight would be rounded on
-every rank before ranks are summed, and the sum would depend on the mesh. A `Weight` carries a float32
-array of the same shape beside the value; no op reads it, and an op's vjp delivers the gradient to it.
+jax gives a cotangent the dtype of its primal, so the gradient of a bfloat16 weight would be rounded
+on every rank before ranks are summed, and the sum would depend on the mesh. A `Weight` carries a
+float32 array of the same shape beside the value; no op reads it, and an op's vjp delivers the
+gradient to it.
 """
 
 import dataclasses

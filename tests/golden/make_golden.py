@@ -121,6 +121,7 @@ def make(
         logits = model(input_ids=ids, use_cache=False).logits
         greedy = model.generate(
             ids,
+            attention_mask=torch.ones_like(ids),  # else tokens equal to pad_token_id are masked
             max_new_tokens=steps,
             do_sample=False,
             use_cache=True,
