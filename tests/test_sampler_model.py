@@ -166,7 +166,7 @@ def test_the_mesh_does_not_matter():
     assert_same_bits(arrays(done), arrays(reference(MODEL)))
 
 
-def test_an_interrupted_call_leaves_a_working_engine(MODEL):
+def test_an_interrupted_call_leaves_a_working_engine():
     made = engine(MODEL)
     stream = made.stream(REQUESTS)
     next(stream)
