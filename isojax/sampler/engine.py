@@ -77,8 +77,7 @@ class Engine:
         """See `create`. ranks: data ranks. chunk: tokens of a page."""
         self._executor, self._config = executor, config
         self._vocab_size, self._chunk = vocab_size, chunk
-        self._is_eos = np.isin(np.arange(vocab_size), list(eos_ids))
-        self._detokenize = detokenize
+        self._eos_ids, self._detokenize = tuple(eos_ids), detokenize
         self._version, self._digest = weights_version, contract_digest
         self._buckets = buckets(config, chunk)
         sizes = config.max_sequences, config.max_model_len, config.table_width(chunk)
@@ -208,10 +207,14 @@ class Engine:
     def _submit(self, number: int, request: Request) -> None:
         prompt = [int(token) for token in request.prompt_ids]
         limit = self._limit(request)
+        ids = {int(token) for token in request.stop_ids}
+        stop_ids = tuple(ids if request.ignore_eos else ids.union(self._eos_ids))
         samples = []
         for i in range(request.n):
             key = sample_key(int(request.seed), i)
-            samples.append(scheduler.Sequence((number, i), request, list(prompt), limit, key))
+            samples.append(
+                scheduler.Sequence((number, i), request, list(prompt), limit, key, stop_ids)
+            )
             if request.stop and self._detokenize is not None:
                 self._watches[number, i] = StopWatch(request.stop, self._detokenize)
         self._scheduler.add(samples)
@@ -259,7 +262,7 @@ class Engine:
         lanes.append(slot[fine], tokens[fine], logprobs[fine], thresholds[fine])
         self._tokens += int(fine.sum())
 
-        stop = fine & self._is_eos[tokens] & lanes.ends[slot]
+        stop = fine & (tokens[:, None] == lanes.stop_ids[slot]).any(axis=1)
         full = lanes.known[slot] == lanes.limit[slot]
         ended: list[tuple[scheduler.Sequence, FinishReason, dict[str, Any]]] = []
         for i in np.flatnonzero(sampled & (~fine | stop | full | lanes.watched[slot])).tolist():
@@ -269,17 +272,11 @@ class Engine:
                 ended.append((seq, "error", {"error": error}))
             elif stop[i]:
                 ended.append((seq, "stop", {"stop": token}))
-            elif lanes.watched[slot[i]] and (found := self._stopped(seq, token)) is not None:
-                ended.append((seq, "stop", {"stop": found}))
+            elif lanes.watched[slot[i]] and (text := self._watches[seq.order].push(token)):
+                ended.append((seq, "stop", {"stop": text}))
             elif full[i]:
                 ended.append((seq, "length", {}))
         return ended
-
-    def _stopped(self, seq: scheduler.Sequence, token: int) -> int | str | None:
-        """The stop id or string of its own request that ends a sequence with `token`."""
-        if token in seq.request.stop_ids:
-            return token
-        return self._watches[seq.order].push(token) if seq.request.stop else None
 
     def _completion(
         self,

@@ -22,8 +22,8 @@ class Lanes:
       of them lie in pages and slot. limit int32 [slots]: tokens at which it ends.
     pages int32 [slots, table_width].
     samples bool [slots]: tokens are sampled after it, i.e. it is no prefix.
-    ends, watched bool [slots]: whether an end-of-sequence id ends it; whether it has stop ids or
-      strings of its own.
+    stop_ids int32 [slots, most stop ids of a sequence so far]: ids that end it; -1 where none.
+    watched bool [slots]: it has stop strings.
     inverse_temperature, key, greedy, top_k, top_p, min_p [slots]: see `sampling.Settings`.
     """
 
@@ -33,7 +33,8 @@ class Lanes:
         self.thresholds = np.zeros((slots, max_model_len), np.float32)
         self.pages = np.zeros((slots, table_width), np.int32)
         self.known, self.cached, self.limit = (np.zeros(slots, np.int32) for _ in range(3))
-        self.samples, self.ends, self.watched = (np.zeros(slots, bool) for _ in range(3))
+        self.stop_ids = np.full((slots, 1), -1, np.int32)
+        self.samples, self.watched = (np.zeros(slots, bool) for _ in range(2))
         self.inverse_temperature = np.ones(slots, np.float32)
         self.key = np.zeros((slots, 2), np.uint32)
         self.greedy, self.top_k = (np.zeros(slots, np.int32) for _ in range(2))
@@ -49,14 +50,21 @@ class Lanes:
         self.pages[slot, : len(seq.pages)] = seq.pages
         self.known[slot], self.cached[slot], self.limit[slot] = known, cached, seq.limit
         self.samples[slot] = not seq.children
-        self.ends[slot] = not request.ignore_eos
-        self.watched[slot] = len(request.stop_ids) > 0 or len(request.stop) > 0
+        self._set_stop_ids(slot, seq.stop_ids)
+        self.watched[slot] = len(request.stop) > 0
         self.inverse_temperature[slot] = inverse_temperature(request.temperature)
         self.key[slot] = seq.key
         self.greedy[slot] = request.temperature == 0
         self.top_k[slot] = min(request.top_k, np.iinfo(np.int32).max)
         self.top_p[slot] = request.top_p
         self.min_p[slot] = request.min_p
+
+    def _set_stop_ids(self, slot: int, ids: tuple[int, ...]) -> None:
+        wider = len(ids) - self.stop_ids.shape[1]
+        if wider > 0:
+            self.stop_ids = np.pad(self.stop_ids, ((0, 0), (0, wider)), constant_values=-1)
+        self.stop_ids[slot] = -1
+        self.stop_ids[slot, : len(ids)] = ids
 
     def leave(self, seq: "Sequence") -> None:
         """Give a sequence back what its row has gathered."""

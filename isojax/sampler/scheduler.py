@@ -34,6 +34,7 @@ class Sequence:
     tokens: prompt and what has been generated; while it runs its lane knows of more.
     limit: tokens at which it ends.
     key: uint32 [2] of its random bits.
+    stop_ids: token ids that end it.
     logprobs, thresholds: float32, of the generated tokens.
     slot, pages: what it holds; slot is -1 while it waits.
     """
@@ -43,6 +44,7 @@ class Sequence:
     tokens: list[int]
     limit: int
     key: np.ndarray
+    stop_ids: tuple[int, ...] = ()
     children: list["Sequence"] = dataclasses.field(default_factory=list)
     logprobs: np.ndarray = dataclasses.field(default_factory=_NONE)
     thresholds: np.ndarray = dataclasses.field(default_factory=_NONE)
