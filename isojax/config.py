@@ -31,6 +31,8 @@ class SamplerConfig:
     max_batch_tokens: most new tokens of one engine call; longer prompts are prefilled in pieces.
     pages: size of the page pool, in pages of policy.chunk tokens; 0 makes room for max_sequences
       full sequences.
+    bucket_sizes: how many sizes of the decode call and of the mixed call are compiled, each a
+      quarter of the one before.
     """
 
     max_tokens: int = 8192
@@ -42,9 +44,10 @@ class SamplerConfig:
     max_sequences: int = 64
     max_batch_tokens: int = 10_240
     pages: int = 0
+    bucket_sizes: int = 2
 
     def __post_init__(self) -> None:
-        _at_least(self, 1, "max_tokens", "max_sequences", "max_batch_tokens")
+        _at_least(self, 1, "max_tokens", "max_sequences", "max_batch_tokens", "bucket_sizes")
         _at_least(self, 0, "temperature", "top_k", "min_p", "pages")
         if self.temperature == float("inf"):
             raise ValueError("temperature must be finite")

@@ -46,9 +46,6 @@ class Tokenizer:
         self._special = _special_tokens(settings) | _special_tokens(
             _read_json(folder / "special_tokens_map.json")
         )
-        self._special_ids = frozenset(
-            id for id, token in self._tokenizer.get_added_tokens_decoder().items() if token.special
-        )
         generation = folder / "generation_config.json"
         model = _read_json(generation if generation.is_file() else folder / "config.json")
         eos = (model.get("text_config") or model).get("eos_token_id")
@@ -99,24 +96,6 @@ class Tokenizer:
             )
         except jinja2.TemplateError as error:
             raise ValueError(f"chat template: {error}") from error
-
-    def has_stopped(self, ids: Sequence[int], stop: Sequence[str]) -> bool:
-        """Whether the last of `ids` completed a stop string; to be asked after every token.
-
-        A token that is not special has at least one byte. So a stop string of b bytes that has just
-        been completed lies within the last b such tokens, and only these are decoded.
-        """
-        if not stop or not ids or ids[-1] in self._special_ids:
-            return False
-        window = max(len(text.encode()) for text in stop)
-        tail: list[int] = []
-        for token in reversed(ids):
-            if token not in self._special_ids:
-                tail.append(token)
-            if len(tail) == window:
-                break
-        text = self.decode(tail[::-1])
-        return any(string in text for string in stop)
 
     def _special_id(self, name: str) -> int | None:
         token = self._special.get(name)

@@ -72,8 +72,8 @@ class FakeExecutor:
                 assert inputs.row[s] == rows[-1]
                 assert (b.positions[rows] == b.context[s] + np.arange(len(rows))).all()
                 assert b.context[s] in (0, self.slots[rank, b.slot[s]]), "stale slot"
-                at = b.positions[rows]
-                self.pages[rank, b.page_table[s, at // self.chunk], at % self.chunk] = b.tokens[rows]
+                page, place = divmod(b.positions[rows], self.chunk)
+                self.pages[rank, b.page_table[s, page], place] = b.tokens[rows]
                 self.slots[rank, b.slot[s]] = b.context[s] + b.length[s]
             for s in live:  # after all writes, as another's write must not reach these pages
                 end = b.context[s] + b.length[s]

@@ -63,14 +63,14 @@ def test_dynamic_batch_fills_over_rounds():
         batch.take()
     batch.add(["d", "e", "f"], np.array([MIXED, MIXED, MIXED]))
     assert batch.missing == 0 and batch.take() == ["b", "d", "e"]
-    assert (batch.rounds, batch.flat, batch.surplus) == (2, 2, 1)
+    assert (batch.rounds, batch.dropped, batch.surplus) == (2, 2, 1)
 
 
 def test_dynamic_batch_is_filled_up_at_the_limit():
     batch = DynamicBatch[int](size=4, max_rounds=2)
     batch.add([0, 1], np.array([FLAT, MIXED]))
     batch.add([2, 3], np.array([FLAT, FLAT]))
-    assert batch.missing == 0 and batch.take() == [1, 0, 2, 3]
+    assert batch.missing == 0 and batch.take() == [1, 0, 2, 3] and batch.dropped == 0
 
 
 def test_dynamic_batch_may_keep_all():

@@ -1,5 +1,5 @@
-"""Scheduler, pages and engine against an executor without a model: every sample is what its prompt and
-seed say, whatever shares the engine with it."""
+"""Scheduler, pages and engine against an executor without a model: every sample is what its prompt
+and seed say, whatever shares the engine with it."""
 
 import numpy as np
 import pytest
@@ -20,7 +20,8 @@ CHUNK = 4
 
 
 def engine(ranks=1, eos=(), chunk=CHUNK, **config):
-    config = EngineConfig(**{"max_model_len": 40, "max_sequences": 4, "max_batch_tokens": 16, **config})
+    usual = {"max_model_len": 40, "max_sequences": 4, "max_batch_tokens": 16}
+    config = EngineConfig(**{**usual, **config})
     fake = FakeExecutor(ranks, config.pool(chunk), config.max_sequences, chunk)
     made = Engine(
         fake, config, vocab_size=VOCAB, chunk=chunk, ranks=ranks, eos_ids=eos,
@@ -216,12 +217,16 @@ def test_closing_the_stream_leaves_a_clean_engine():
     requests = [Request(prompt(7, s), 9, n=2) for s in range(4)]
     stream = made.stream(requests)
     first = next(stream)
-    assert first.completion.token_ids.tolist() == expected(
-        requests[first.request], first.sample, 40
-    )[0]
-    for refused in (lambda: made.update_params({}, 2), made.release_cache, lambda: next(made.stream([]))):
-        with pytest.raises(RuntimeError):
-            refused()
+    assert (
+        first.completion.token_ids.tolist()
+        == expected(requests[first.request], first.sample, 40)[0]
+    )
+    with pytest.raises(RuntimeError):
+        made.update_params({}, 2)
+    with pytest.raises(RuntimeError):
+        made.release_cache()
+    with pytest.raises(RuntimeError):
+        made.generate([])
     stream.close()
     made.update_params("new", 2)
     made.release_cache()
@@ -238,7 +243,7 @@ def test_configuration_is_checked():
 
 
 def test_buckets_are_few_and_ordered():
-    config = EngineConfig(max_model_len=100, max_sequences=16, max_batch_tokens=1024, bucket_sizes=3)
+    config = EngineConfig(100, max_sequences=16, max_batch_tokens=1024, bucket_sizes=3)
     shapes = buckets(config, 64)
     assert [(b.tokens, b.piece_rows) for b in shapes] == [
         (1, 1), (4, 1), (16, 1), (256, 64), (1024, 64),

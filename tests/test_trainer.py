@@ -6,10 +6,10 @@ import functools
 import jax
 import numpy as np
 import pytest
-from isojax.models.init import init_params
 
 from isojax.mesh import Layout
 from isojax.models.config import ModelConfig
+from isojax.models.init import init_params
 from isojax.numerics.policy import Policy
 from isojax.trainer.checkpoint import Checkpoints
 from isojax.trainer.loss import CrossEntropy, PolicyLoss
@@ -52,15 +52,24 @@ MODELS = {
 }
 POLICY = Policy(chunk=16, kv_block=16, kv_segment=64)
 ADAMW = AdamW(learning_rate=1e-2, warmup_steps=2, weight_decay=0.1, max_grad_norm=0.5)
-BUDGET = 32
-MESHES = ["2x1", "1x2", "2x2", "4x1", "1x4", "8x1", "4x2"]
+BUDGET = 64
+MESHES = [
+    ("dense", "4x1"),
+    ("dense", "1x4"),
+    ("moe", "2x2"),
+    ("hybrid_moe", "2x1"),
+    ("hybrid_moe", "1x2"),
+    ("hybrid_moe", "8x1"),
+    ("hybrid_moe", "2x4"),
+]
 
 
-def examples(count: int, seed: int, longest: int = 30) -> list[Example]:
+def examples(count: int, seed: int) -> list[Example]:
+    """Sequences that all packings put two by two into leaves: one program serves every call."""
     rng = np.random.default_rng(seed)
     found = []
-    for _ in range(count):
-        length = int(rng.integers(2, longest))
+    for i in range(count):
+        length = (23, 32)[i % 2]
         prompt = int(rng.integers(1, length))
         found.append(
             Example(
@@ -93,7 +102,7 @@ def train(trainer: Trainer, state, steps: range):
     results = []
     for i in steps:
         loss = CrossEntropy() if i % 2 else PolicyLoss()
-        state, result = trainer.step(state, examples(20, i), loss)
+        state, result = trainer.step(state, examples(32, i), loss)
         results.append(result)
     return state, results
 
@@ -118,8 +127,7 @@ def test_training_moves_the_weights(name):
     assert all(jax.tree.leaves(moved))
 
 
-@pytest.mark.parametrize("mesh", MESHES)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "mesh"), MESHES)
 def test_every_mesh_trains_the_same_bits(name, mesh):
     want, results = reference(name)
     trainer = trainer_of(name, mesh)
@@ -128,19 +136,18 @@ def test_every_mesh_trains_the_same_bits(name, mesh):
     assert_same_bits(host(state), want)
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_remat_changes_nothing(name):
-    want, results = reference(name)
-    trainer = trainer_of(name, "1x1", remat=True)
+def test_remat_changes_nothing():
+    want, results = reference("hybrid_moe")
+    trainer = trainer_of("hybrid_moe", "1x1", remat=True)
     state, found = train(trainer, start(trainer), range(3))
     assert found == results
     assert_same_bits(host(state), want)
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_scores_do_not_depend_on_packing_or_mesh(name):
+def test_scores_do_not_depend_on_packing_or_mesh():
+    name = "hybrid_moe"
     trainer = trainer_of(name, "1x1")
-    state, data = start(trainer), examples(12, 5)
+    state, data = start(trainer), examples(32, 5)
     fields = (MODELS[name], POLICY)
     want = Scorer(*fields, trainer.layout, trainer.mesh, BUDGET)(state.params, data)
     assert [len(s.full) for s in want] == [e.predicted for e in data]
@@ -155,7 +162,7 @@ def test_scores_do_not_depend_on_packing_or_mesh(name):
 def test_on_policy_step_sees_ratio_one():
     """With the scorer's own log-probabilities as the old ones, no ratio leaves 1."""
     trainer = trainer_of("hybrid_moe", "1x1")
-    state, data = start(trainer), examples(12, 6)
+    state, data = start(trainer), examples(32, 6)
     scorer = Scorer(MODELS["hybrid_moe"], POLICY, trainer.layout, trainer.mesh, BUDGET)
     data = [
         dataclasses.replace(example, old_logp=scored.full)
@@ -167,14 +174,14 @@ def test_on_policy_step_sees_ratio_one():
 
 
 def test_resume_on_another_mesh_is_exact(tmp_path):
-    """Two steps, saved, one more on a mesh that copies key and value heads: as if never stopped."""
+    """Two steps, saved, one more on another mesh: as if never stopped."""
     want, _ = reference("hybrid_moe")
     trainer = trainer_of("hybrid_moe", "2x1")
     state, _ = train(trainer, start(trainer), range(2))
     saved = Checkpoints(tmp_path, trainer)
     saved.save(2, state, {"step": 2, "stream": {"at": 7}})
     saved.close()
-    for mesh in ("1x1", "1x4"):
+    for mesh in ("1x1", "1x2"):
         trainer = trainer_of("hybrid_moe", mesh)
         found = Checkpoints(tmp_path, trainer)
         assert found.latest() == 2

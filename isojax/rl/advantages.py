@@ -96,6 +96,11 @@ class DynamicBatch[T]:
             return 0
         return self.size - len(self._kept)
 
+    @property
+    def dropped(self) -> int:
+        """Groups of no variance that do not take part; of a full batch some may fill it up."""
+        return self.flat - (0 if self.missing else self.size - len(self._kept))
+
     def take(self) -> list[T]:
         """The full batch, in the order of arrival; groups that fill it up come last."""
         if self.missing:

@@ -65,8 +65,8 @@ def collect(
 ) -> Rollouts:
     """Sample groups until the rollout batch is full.
 
-    With dynamic sampling, groups whose rewards are all alike are dropped, and further rounds ask for
-    what is missing, in proportion to the share that was dropped so far.
+    With dynamic sampling, groups whose rewards are all alike are dropped, and further rounds ask
+    for what is missing, in proportion to the share that was dropped so far.
 
     Raises:
       RuntimeError: the engine refused a prompt.
@@ -97,7 +97,10 @@ def sample_groups(
     seed: int,
 ) -> list[Group]:
     """n samples of each prompt, scored."""
-    requests = [request_of(prompt, algorithm.samples_per_prompt, sampler, seed) for prompt in prompts]
+    requests = [
+        request_of(prompt, algorithm.samples_per_prompt, sampler, tokenizer.eos_ids, seed)
+        for prompt in prompts
+    ]
     found = generate(requests)
     for prompt, completions in zip(prompts, found, strict=True):
         for completion in completions:
@@ -116,7 +119,9 @@ def sample_groups(
     ]
 
 
-def request_of(prompt: Prompt, samples: int, sampler: SamplerConfig, seed: int) -> Request:
+def request_of(
+    prompt: Prompt, samples: int, sampler: SamplerConfig, stop_ids: Sequence[int], seed: int
+) -> Request:
     """The request for a prompt's group; its seed is drawn from (seed, the prompt's index)."""
     drawn = np.random.SeedSequence([seed, prompt.index]).generate_state(1, np.uint64)[0]
     return Request(
@@ -128,6 +133,7 @@ def request_of(prompt: Prompt, samples: int, sampler: SamplerConfig, seed: int) 
         min_p=sampler.min_p,
         seed=int(drawn),
         n=samples,
+        stop_ids=stop_ids,
         stop=sampler.stop,
     )
 

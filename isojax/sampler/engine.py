@@ -206,15 +206,13 @@ class Engine:
     def _submit(self, number: int, request: Request) -> None:
         prompt = [int(token) for token in request.prompt_ids]
         limit = self._limit(request)
-        self._scheduler.add([
-            scheduler.Sequence(
-                (number, i), request, list(prompt), limit, sample_key(int(request.seed), i)
-            )
-            for i in range(request.n)
-        ])
-        if request.stop:
-            for i in range(request.n):
+        samples = []
+        for i in range(request.n):
+            key = sample_key(int(request.seed), i)
+            samples.append(scheduler.Sequence((number, i), request, list(prompt), limit, key))
+            if request.stop and self._detokenize is not None:
                 self._watches[number, i] = StopWatch(request.stop, self._detokenize)
+        self._scheduler.add(samples)
 
     def _step(self) -> Iterator[Finished]:
         """Run one call; yields what it finished."""
@@ -249,16 +247,15 @@ class Engine:
         """The cheapest shape that holds every rank's plan."""
         tokens = max(plan.tokens for plan in plans)
         single = all(plan.single for plan in plans)
-        return next(
-            b for b in self._buckets if b.tokens >= tokens and (single or b.piece_rows > 1)
-        )
+        return next(b for b in self._buckets if b.tokens >= tokens and (single or b.piece_rows > 1))
 
     def _append(
         self, seq: scheduler.Sequence, token: int, logprob: float, threshold: float
     ) -> Completion | None:
         """Add a sampled token; the completion if it was the last."""
         if not np.isfinite(logprob):
-            return self._completion(seq, "error", error=f"logits at position {seq.cached} are not finite")
+            error = f"logits at position {seq.cached} are not finite"
+            return self._completion(seq, "error", error=error)
         seq.tokens.append(token)
         seq.logprobs.append(logprob)
         seq.thresholds.append(threshold)

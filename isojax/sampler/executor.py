@@ -55,9 +55,7 @@ def rank_step(
     patterns of logprobs and thresholds, the same on every rank; cache).
     """
     inputs = unpack(packed[0], bucket)
-    hidden, cache = forward(
-        params, inputs.batch, cache, model=model, policy=policy, layout=layout
-    )
+    hidden, cache = forward(params, inputs.batch, cache, model=model, policy=policy, layout=layout)
     z = scaled_logits(
         hidden[inputs.row], head(params), inputs.inverse_temperature, policy=policy, layout=layout
     )
@@ -91,13 +89,13 @@ class Executor:
         self.params = params
         self.compiles = 0
         self._mesh, self._pages, self._slots = mesh, pages, slots
-        self._static = {"model": model, "policy": policy, "layout": layout}
+        self._step = partial(rank_step, model=model, policy=policy, layout=layout)
         self._make = partial(
-            caches.create, **self._static, pages=pages, slots=slots, per_layer=True
+            caches.create, model, policy, layout, pages=pages, slots=slots, per_layer=True
         )
         self._cache_specs = caches.specs(jax.eval_shape(self._make))
         self._param_specs = jax.tree.map(lambda p: p.sharding.spec, params)
-        self._programs: dict[Any, Any] = {}
+        self._programs: dict[Bucket | None, Any] = {}
         self._cache: Cache | None = None
 
     def step(self, bucket: Bucket, ranks: Sequence[StepInputs]) -> Sampled:
@@ -118,7 +116,7 @@ class Executor:
                     for i, pair in enumerate(pairs[at : at + _COPY_WIDTH]):
                         index[rank, row : row + 2, i] = pair
             packed = self._put(index)
-            self._cache = self._program("copy", packed)(self.cache, packed)
+            self._cache = self._program(None, packed)(self.cache, packed)
 
     @property
     def cache(self) -> Cache:
@@ -144,16 +142,17 @@ class Executor:
         sharding = NamedSharding(self._mesh, PartitionSpec(DATA))
         return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
 
-    def _program(self, name: Bucket | str, packed: jax.Array) -> Any:
-        if name not in self._programs:
-            lowered = self._lower_copy(packed) if name == "copy" else self.lower(name, packed)
-            self._programs[name] = lowered.compile()
+    def _program(self, bucket: Bucket | None, packed: jax.Array) -> Any:
+        """The compiled step of a bucket, or the copy."""
+        if bucket not in self._programs:
+            lowered = self._lower_copy(packed) if bucket is None else self.lower(bucket, packed)
+            self._programs[bucket] = lowered.compile()
             self.compiles += 1
-        return self._programs[name]
+        return self._programs[bucket]
 
     def lower(self, bucket: Bucket, packed: Any) -> Any:
         """The lowered step of a bucket."""
-        body = partial(rank_step, **self._static, bucket=bucket)
+        body = partial(self._step, bucket=bucket)
         in_specs = (self._param_specs, self._cache_specs, PartitionSpec(DATA))
         step = self._shard(body, in_specs, (PartitionSpec(), self._cache_specs))
         return jax.jit(step, donate_argnums=1).lower(self.params, self.cache, packed)

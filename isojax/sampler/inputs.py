@@ -1,8 +1,8 @@
-"""The arrays of a call, laid out from a plan: everything that the compiled step reads but weights and
-cache."""
+"""The arrays of a call, laid out from a plan: all that a step reads but weights and cache."""
 
 import dataclasses
 from functools import partial
+from typing import Any
 
 import jax
 import numpy as np
@@ -37,8 +37,8 @@ class StepInputs:
 class Lanes:
     """The running sequences of one rank as arrays over its slots.
 
-    A lane is filled when a sequence gets its slot; afterwards only new tokens and pages are entered,
-    so that laying out a call takes a few array operations.
+    A lane is filled when a sequence gets its slot; afterwards only new tokens and pages are
+    entered, so that laying out a call takes a few array operations.
     """
 
     def __init__(self, slots: int, max_model_len: int, table_width: int) -> None:
@@ -47,14 +47,9 @@ class Lanes:
         self.tokens = np.zeros((slots, max_model_len), np.int32)
         self.pages = np.zeros((slots, table_width), np.int32)
         self.inverse_temperature = np.ones(slots, np.float32)
-        self.settings = Settings(
-            key=np.zeros((slots, 2), np.uint32),
-            position=np.zeros(slots, np.int32),
-            greedy=np.zeros(slots, np.int32),
-            top_k=np.zeros(slots, np.int32),
-            top_p=np.ones(slots, np.float32),
-            min_p=np.zeros(slots, np.float32),
-        )
+        self.key = np.zeros((slots, 2), np.uint32)
+        self.greedy, self.top_k = (np.zeros(slots, np.int32) for _ in range(2))
+        self.top_p, self.min_p = (np.zeros(slots, np.float32) for _ in range(2))
 
     def enter(self, seq: Sequence) -> None:
         """Bring a sequence's lane up to date."""
@@ -70,19 +65,19 @@ class Lanes:
             self._page_count[slot] = len(seq.pages)
 
     def _fill(self, seq: Sequence) -> None:
-        slot, request, s = seq.slot, seq.request, self.settings
+        slot, request = seq.slot, seq.request
         self._owner[slot] = (seq, seq.pages)
         self._page_count[slot] = 0
         self.tokens[slot, : len(seq.tokens)] = seq.tokens
         self.inverse_temperature[slot] = inverse_temperature(request.temperature)
-        s.key[slot] = seq.key
-        s.greedy[slot] = request.temperature == 0
-        s.top_k[slot] = min(request.top_k, np.iinfo(np.int32).max)
-        s.top_p[slot] = request.top_p
-        s.min_p[slot] = request.min_p
+        self.key[slot] = seq.key
+        self.greedy[slot] = request.temperature == 0
+        self.top_k[slot] = min(request.top_k, np.iinfo(np.int32).max)
+        self.top_p[slot] = request.top_p
+        self.min_p[slot] = request.min_p
 
 
-def _pad(x: np.ndarray, size: int, value: int = 0) -> np.ndarray:
+def _pad(x: Any, size: int, value: int = 0) -> Any:
     """x behind which `value` fills its first axis up to `size`; integers become int32."""
     dtype = np.int32 if x.dtype == np.int64 else x.dtype
     out = np.full((size, *x.shape[1:]), value, dtype)
@@ -90,7 +85,9 @@ def _pad(x: np.ndarray, size: int, value: int = 0) -> np.ndarray:
     return out
 
 
-def lay_out(lanes: Lanes, work: list[tuple[Sequence, int]], bucket: Bucket, chunk: int) -> StepInputs:
+def lay_out(
+    lanes: Lanes, work: list[tuple[Sequence, int]], bucket: Bucket, chunk: int
+) -> StepInputs:
     """The inputs of one rank: its planned sequences end to end in the shape of `bucket`.
 
     The batch is what `isojax.batch.build` makes of the same segments.
@@ -128,14 +125,13 @@ def lay_out(lanes: Lanes, work: list[tuple[Sequence, int]], bucket: Bucket, chun
         piece_len=_pad(last - first, P),
         piece_rows=bucket.piece_rows,
     )
-    held = lanes.settings
     settings = Settings(
-        key=_pad(held.key[slot], S),
+        key=_pad(lanes.key[slot], S),
         position=_pad(end, S),
-        greedy=_pad(held.greedy[slot], S, 1),
-        top_k=_pad(held.top_k[slot], S),
-        top_p=_pad(held.top_p[slot], S, 1),
-        min_p=_pad(held.min_p[slot], S),
+        greedy=_pad(lanes.greedy[slot], S, 1),
+        top_k=_pad(lanes.top_k[slot], S),
+        top_p=_pad(lanes.top_p[slot], S, 1),
+        min_p=_pad(lanes.min_p[slot], S),
     )
     return StepInputs(
         batch=batch,

@@ -1,6 +1,6 @@
 """Counter-based random bits: a pure function of a key and a counter, for NumPy and jax alike.
 
-Threefry-2x32 with 20 rounds, Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3" (SC 2011).
+Threefry-2x32 with 20 rounds; Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", 2011.
 """
 
 from typing import Any

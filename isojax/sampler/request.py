@@ -109,7 +109,7 @@ def _bad_setting(request: Request, vocab_size: int) -> str | None:
             return f"{name} must be finite, got {value}"
     if request.temperature < 0:
         return f"temperature must not be negative, got {request.temperature}"
-    if request.temperature and 1.0 / request.temperature > np.finfo(np.float32).max:
+    if request.temperature and 1.0 / float(request.temperature) > float(np.finfo(np.float32).max):
         return f"temperature {request.temperature} is too small; 0 is greedy"
     if np.float32(request.top_p) <= 0 or request.top_p > 1:
         return f"top_p must be within (0, 1], got {request.top_p}"

@@ -7,22 +7,23 @@ the threshold and the same bits of z has the set. Thresholds are found without a
 such that enough tokens (top-k) or enough probability (top-p) lie at or above t, bit by bit from the
 top. Probabilities are integers of 2**-31 there, so their sums have no order.
 
-Sampling is argmax of z + g over the kept set, ties to the lowest index: a draw from its softmax when
-the g are independent Gumbel variables (Maddison et al., arXiv 1411.0030). g[v] is a function of
-(key, position, v): neither order nor batch nor mesh is in it.
+Sampling is argmax of z + g over the kept set, ties to the lowest index: a draw from its softmax
+when the g are independent Gumbel variables (Maddison et al., arXiv 1411.0030). g[v] is a function
+of (key, position, v): neither order nor batch nor mesh is in it.
 """
 
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from isojax.numerics.trees import tree_sum
 from isojax.ops.op import op
 from isojax.sampler.random import threefry
 
-_SIGN = 0x80000000
+_SIGN = np.uint32(1 << 31)
 
 
 class Settings(NamedTuple):
@@ -44,12 +45,12 @@ class Settings(NamedTuple):
 def _ordered(z: jax.Array) -> jax.Array:
     """Float32 bits as uint32 that compare as the numbers do."""
     u = lax.bitcast_convert_type(z, jnp.uint32)
-    return jnp.where(u >= _SIGN, ~u, u | jnp.uint32(_SIGN))
+    return jnp.where(u >= _SIGN, ~u, u | _SIGN)
 
 
 def _number(u: jax.Array) -> jax.Array:
     """The inverse of `_ordered`."""
-    u = jnp.where(u >= _SIGN, u ^ jnp.uint32(_SIGN), ~u)
+    u = jnp.where(u >= _SIGN, u ^ _SIGN, ~u)
     return lax.bitcast_convert_type(u, jnp.float32)
 
 
@@ -60,7 +61,7 @@ def _largest(u: jax.Array, weight: jax.Array, target: jax.Array) -> jax.Array:
     """
 
     def bit(i, t):
-        higher = t | (jnp.uint32(1 << 31) >> i.astype(jnp.uint32))
+        higher = t | (_SIGN >> i.astype(jnp.uint32))
         above = jnp.where(u >= higher[:, None], weight, 0)
         return jnp.where(jnp.sum(above, axis=1, dtype=jnp.uint32) >= target, higher, t)
 

@@ -131,8 +131,8 @@ class Rank:
         seq.pages, seq.slot, seq.cached = [], -1, 0
 
     def unblock(self) -> list[Sequence]:
-        """When all that runs is prefixes which cannot fork for want of pages: the oldest one's first
-        sample takes it over. Returns what has to wait: the other samples, preempted prefixes."""
+        """When all that runs is prefixes which cannot fork for want of pages: the oldest one's
+        first sample takes it over. Returns what has to wait: other samples, preempted prefixes."""
         prefix = self.running[0]
         first, *others = prefix.children
         self._take_over(prefix, first)
@@ -157,7 +157,7 @@ class Rank:
         self.planned.work.append((seq, count))
 
     def _grow(self, seq: Sequence, tokens: int, preempted: list[Sequence]) -> None:
-        """Pages for `tokens` tokens, from the youngest if none is free; that may be `seq` itself."""
+        """Pages for `tokens` tokens, from the youngest if none is free, which may be `seq`."""
         while len(seq.pages) < self._pages_for(tokens):
             if self.pages.free:
                 seq.pages.append(self.pages.take())

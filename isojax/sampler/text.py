@@ -1,39 +1,30 @@
-"""Text of a growing token sequence, and the stop strings in it."""
+"""Stop strings in the text of a growing token sequence."""
 
+import collections
 from collections.abc import Callable, Sequence
 
 Detokenize = Callable[[Sequence[int]], str]
 
-# how a detokenizer shows a character of which bytes are missing
-_INCOMPLETE = "\ufffd"
-# of one character in UTF-8; more tokens than that are not waiting for their last byte
-_MOST_BYTES = 4
-
 
 class StopWatch:
-    """Watches the text of a response for stop strings.
+    """Watches a response for stop strings, token by token.
 
-    A token's text can depend on the tokens before it, so each new token is decoded together with
-    the last ones whose text was complete, and what they alone give is taken off.
+    A token that has text has at least one byte of it. So a stop string of b bytes that has just
+    been completed lies within the last b such tokens. These are decoded, with one more before them
+    because a detokenizer may treat the first of its tokens differently (drop a leading space); what
+    precedes them cannot change the valid text in them, however broken its bytes are.
     """
 
     def __init__(self, stop: Sequence[str], detokenize: Detokenize) -> None:
         self._stop, self._detokenize = tuple(stop), detokenize
-        self._longest = max(map(len, self._stop))
-        self._tail = ""
-        self._before: list[int] = []
-        self._new: list[int] = []
+        window = 1 + max(len(string.encode()) for string in self._stop)
+        self._tail: collections.deque[int] = collections.deque(maxlen=window)
 
     def push(self, token: int) -> str | None:
         """Add a token; the stop string that is now complete, if any (the first that ends)."""
-        self._new.append(token)
-        known = self._detokenize(self._before)
-        text = self._detokenize(self._before + self._new)
-        if text.endswith(_INCOMPLETE) and len(self._new) < _MOST_BYTES:
+        if not self._detokenize([token]):  # special tokens have no text
             return None
-        added = text[len(known) :]
-        self._before, self._new = self._new, []
-        text = self._tail + added
+        self._tail.append(token)
+        text = self._detokenize(list(self._tail))
         found = [(text.find(s) + len(s), s) for s in self._stop if s in text]
-        self._tail = text[-(self._longest - 1) :] if self._longest > 1 else ""
         return min(found)[1] if found else None

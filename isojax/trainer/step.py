@@ -147,7 +147,7 @@ class Trainer:
         return jax.tree.map(like, self._placed)
 
     def from_master(self, master: Any, opt: Any) -> TrainState:
-        """The state with these master weights (rounded, they are the weights) and optimizer state."""
+        """The state of these master weights, which rounded are the weights."""
         return TrainState(self._cast(master), master, opt)
 
     def step(
