@@ -4,14 +4,17 @@ Input lines are {"prompt_ids": [...]} or {"prompt": "..."}. Output lines, in the
 {"token_ids": [...], "logprobs": [...], "text": ..., "finish_reason": "stop" or "length"}: text is
 null if the checkpoint has no tokenizer; log-probabilities are at the sampling temperature, over the
 full vocabulary, and read back to the float32 that was computed. What is sampled is a function of
-the seed, the prompt and the sampling settings, whatever else is in the file.
+the seed, the prompt and the sampling settings, whatever else is in the file; equal prompts get
+equal samples.
 A bad line gives {"error": ..., "line": ...} and exit status 1.
 """
 
 import argparse
 import dataclasses
+import hashlib
 from typing import Any
 
+import numpy as np
 from tqdm import tqdm
 
 from isojax.cli import jsonl, session
@@ -52,7 +55,8 @@ def run(args: argparse.Namespace) -> int:
             except BadLine as error:
                 writer.put(line, error)
             else:
-                good.append((line, dataclasses.replace(template, prompt_ids=prompt)))
+                seed = _seed(args.seed, prompt)
+                good.append((line, dataclasses.replace(template, prompt_ids=prompt, seed=seed)))
         engine = Engine.create(
             model.params,
             model=model.config,
@@ -63,7 +67,9 @@ def run(args: argparse.Namespace) -> int:
             detokenize=model.tokenizer.decode if model.tokenizer else None,
         )
         finished = engine.stream([request for _, request in good])
-        for number, _, completion in tqdm(finished, total=len(good), desc="generate", unit="line"):
+        for number, _, completion in tqdm(
+            finished, total=len(good), desc="generate", unit="line", disable=None
+        ):
             writer.put(good[number][0], _result(completion, model))
         return 1 if writer.failed else 0
 
@@ -111,6 +117,12 @@ def _prompt(line: Line, model: Session) -> list[int]:
     if len(prompt) >= most:
         raise BadLine(f"a prompt of {len(prompt)} tokens leaves no room, the model takes {most}")
     return prompt
+
+
+def _seed(seed: int, prompt: list[int]) -> int:
+    """A prompt's own seed: under one seed, prompts of equal length would share their noise."""
+    data = np.asarray([seed, *prompt], "<u8").tobytes()
+    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
 
 
 def _sizes(args: argparse.Namespace, model: Session, requests: list[Request]) -> EngineConfig:

@@ -72,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
         factor = float(inverse_temperature(args.temperature))
         leaf = _leaf_tokens(sequences, model.policy.chunk)
         scorer = Scorer(model.config, model.policy, model.layout, model.mesh, leaf)
-        with tqdm(total=len(sequences), desc="score", unit="line") as progress:
+        with tqdm(total=len(sequences), desc="score", unit="line", disable=None) as progress:
             for batch in _batches(sequences, leaf * model.policy.batch_leaves):
                 scored = scorer(model.params, [Example(s.tokens, 1, factor) for s in batch])
                 for sequence, result in zip(batch, scored, strict=True):

@@ -70,8 +70,8 @@ class Session:
         if not args.output.absolute().parent.is_dir():
             raise ValueError(f"--output {args.output} is in no folder that exists")
         folder, layout = args.checkpoint, args.mesh
-        if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
-            # devices of the CPU backend; a no-op for the others
+        forced = "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
+        if layout.devices > 1 and not forced:  # the CPU has as many devices as it is told to
             jax.config.update("jax_num_cpu_devices", layout.devices)
         policy = Policy(compute_dtype=args.dtype or _stored_dtype(folder))
         mesh = layout.mesh()
