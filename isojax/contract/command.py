@@ -1,7 +1,7 @@
 """Build, show, compare and check execution contracts: `isojax contract VERB`.
 
-build needs neither a device nor weights. diff's exit status is 0 if no bit can move, else 1; verify's
-is 1 if this checkout no longer keeps the contract.
+build needs neither a device nor weights. The exit status of diff is 1 if a bit can move, that of
+verify if this checkout no longer keeps the contract.
 """
 
 import argparse

@@ -1,7 +1,8 @@
 """Compare rollout engine and trainer bit by bit on this machine.
 
-The engine generates from random prompts in prefill, decode and mixed calls, the trainer scores what it
-generated. Exit status 1 if a bit differs; then the first layer and op where the two part are named.
+The engine generates from random prompts in prefill, decode and mixed calls, and the trainer scores
+what it generated. If a bit differs the exit status is 1, and the first layer and op where the two
+part are named.
 """
 
 import argparse
