@@ -17,7 +17,7 @@ from pathlib import Path
 from types import ModuleType
 
 import jax
-import ml_dtypes
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import Mesh
@@ -42,7 +42,7 @@ FAMILIES: dict[str, ModuleType] = {
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-SOURCE_DTYPES = (np.dtype(np.float32), np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16))
+SOURCE_DTYPES = (np.dtype(np.float32), np.dtype(np.float16), np.dtype(jnp.bfloat16))
 SHARD_BYTES = 5 * 10**9
 
 # The published vision-language form keeps the text model one level deeper, beside what this

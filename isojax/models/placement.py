@@ -14,6 +14,15 @@ from isojax.models.params import Parameter
 Read = Callable[[tuple[int, ...], tuple[slice, ...]], np.ndarray]
 
 
+def _copy(source: np.ndarray, target: np.ndarray) -> None:
+    """Fill target, casting; as integers where nothing is cast, since numpy holds the interpreter
+    lock while it copies a dtype that is not its own, such as bfloat16."""
+    if source.dtype == target.dtype:
+        word = np.dtype(f"u{target.itemsize}")
+        source, target = source.view(word), target.view(word)
+    target[...] = source
+
+
 def place(
     parameter: Parameter, mesh: Mesh, leading: int, read: Read, pool: ThreadPoolExecutor
 ) -> jax.Array:
@@ -30,7 +39,7 @@ def place(
 
         def fill(at: tuple[int, ...]) -> None:
             local = tuple(i - r.start for i, r in zip(at, ranges, strict=False))
-            values[local] = read(at, rest)
+            _copy(read(at, rest), values[local])
 
         list(pool.map(fill, itertools.product(*ranges[:leading])))
         return values

@@ -1,0 +1,100 @@
+"""What a command that runs a model is given: a checkpoint, a precision, a mesh, two files."""
+
+import argparse
+import dataclasses
+import json
+import os
+from pathlib import Path
+
+import jax
+from jax.sharding import Mesh
+
+from isojax.cli.jsonl import BadLine
+from isojax.mesh import Layout
+from isojax.models import hf
+from isojax.models.config import ModelConfig
+from isojax.models.params import Params
+from isojax.numerics.policy import DTypeName, Policy
+from isojax.tokenizer import Tokenizer
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """--checkpoint, --input, --output, --dtype, --mesh."""
+    parser.add_argument(
+        "--checkpoint", type=Path, required=True, metavar="DIR", help="Hugging Face checkpoint"
+    )
+    parser.add_argument("--input", type=Path, required=True, metavar="F.jsonl")
+    parser.add_argument("--output", type=Path, required=True, metavar="G.jsonl")
+    parser.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16"),
+        help="precision of weights and activations (default: float32 if the checkpoint's dtype "
+        "is float32, else bfloat16)",
+    )
+    parser.add_argument(
+        "--mesh",
+        type=_layout,
+        default=Layout(),
+        metavar="DxM",
+        help="data ranks x model ranks (default: 1x1); it cannot change a bit of the output",
+    )
+
+
+def _layout(text: str) -> Layout:
+    try:
+        return Layout.parse(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+@dataclasses.dataclass(frozen=True)
+class Session:
+    """A loaded model. tokenizer: None if the checkpoint has none."""
+
+    config: ModelConfig
+    params: Params
+    policy: Policy
+    layout: Layout
+    mesh: Mesh
+    tokenizer: Tokenizer | None
+
+    @classmethod
+    def start(cls, args: argparse.Namespace) -> "Session":
+        """Load what the arguments name.
+
+        Raises:
+          ValueError, OSError: if they do not name a model, or input and output are one file.
+        """
+        if args.output.exists() and args.output.samefile(args.input):
+            raise ValueError(f"--output would overwrite --input {args.input}")
+        if not args.output.absolute().parent.is_dir():
+            raise ValueError(f"--output {args.output} is in no folder that exists")
+        folder, layout = args.checkpoint, args.mesh
+        forced = "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
+        if layout.devices > 1 and not forced:  # the CPU has as many devices as it is told to
+            jax.config.update("jax_num_cpu_devices", layout.devices)
+        policy = Policy(compute_dtype=args.dtype or _stored_dtype(folder))
+        mesh = layout.mesh()
+        config, params = hf.load(folder, mesh, layout, policy)
+        tokenizer = Tokenizer(folder) if (folder / "tokenizer.json").is_file() else None
+        return cls(config, params, policy, layout, mesh, tokenizer)
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of a text.
+
+        Raises:
+          BadLine: if there is no tokenizer.
+        """
+        if self.tokenizer is None:
+            raise BadLine("text needs a tokenizer, and the checkpoint has no tokenizer.json")
+        return self.tokenizer.encode(text)
+
+
+def _stored_dtype(folder: Path) -> DTypeName:
+    """float32 if config.json says that the checkpoint is, else bfloat16."""
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    for section in (config.get("text_config") or {}, config):
+        stored = section.get("dtype") or section.get("torch_dtype")
+        if stored:
+            return "float32" if stored == "float32" else "bfloat16"
+    return "bfloat16"
