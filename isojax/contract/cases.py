@@ -73,12 +73,13 @@ PROBES = ((3, 23), (5, 29))
 def deployed(config: RunConfig, layout: Layout) -> Sizes:
     """The largest shapes that a run compiles."""
     engine = engine_config(config)
-    chunk, leaves = config.policy.chunk, config.policy.batch_leaves // layout.data
+    chunk = config.policy.chunk
     shaped = buckets(engine, chunk)
     decode = [b for b in shaped if b.piece_rows == 1][-1]
     mixed = [b for b in shaped if b.piece_rows > 1][-1]
     rows, longest = config.trainer.microbatch_tokens, config.max_length
-    train = bucket_of(rows, leaves, rows // longest, longest, chunk)
+    full = [longest] * (rows // longest)
+    train = bucket_of([full] * config.policy.batch_leaves, rows, layout.data, longest, chunk)
     return Sizes(decode, mixed, train, engine.pool(chunk), engine.max_sequences)
 
 

@@ -130,21 +130,28 @@ def fill(lengths: Sequence[int], budget: int) -> list[list[int]]:
     return bins
 
 
-def bucket_of(budget: int, leaves: int, most: int, longest: int, chunk: int) -> Bucket:
-    """The static shape of a call on a data rank of `leaves` leaves.
+def bucket_of(
+    parts: Sequence[Sequence[int]], budget: int, ranks: int, longest: int, chunk: int
+) -> Bucket:
+    """The static shape of a call on one data rank.
 
-    budget: rows of a leaf. most: sequences that one of them holds. longest: rows of a sequence.
-    Every call has all its rows, and sequences are counted in powers of two from 16 on (fewer where
-    that many would be very short), so that one program serves nearly every call.
+    parts: rows of the sequences of each leaf. budget: rows of a leaf. longest: rows of the longest
+    sequence of all calls. Every call has all its rows; sequences and pieces are counted in powers of
+    two, and enough of them for leaves full of long sequences, so that few programs serve all calls.
     """
-    sequences = max(1 << (most - 1).bit_length(), min(16, budget // 16))
+    leaves = len(parts) // ranks
+    pieces = max(sum(-(-rows // chunk) for rows in part) for part in parts)
     return Bucket(
         tokens=leaves * budget,
-        sequences=leaves * sequences,
-        pieces=leaves * (budget // chunk + sequences),
+        sequences=leaves * _power_of_two(max(*map(len, parts), budget // longest)),
+        pieces=leaves * _power_of_two(max(pieces, budget // chunk)),
         pages=-(-longest // chunk),
         piece_rows=chunk,
     )
+
+
+def _power_of_two(least: int) -> int:
+    return 1 << max(least - 1, 0).bit_length()
 
 
 def pack(
@@ -183,7 +190,8 @@ def pack(
     longest = longest or max(example.rows for example in examples)
     for m in range(max(map(len, groups))):
         parts = [group[m] if m < len(group) else [] for group in groups]
-        bucket = bucket_of(budget, share, max(map(len, parts)), longest, policy.chunk)
+        rows = [[examples[i].rows for i in part] for part in parts]
+        bucket = bucket_of(rows, budget, ranks, longest, policy.chunk)
         batches = []
         for rank in range(ranks):
             mine = parts[rank * share : (rank + 1) * share]
