@@ -9,11 +9,12 @@ from hypothesis import strategies as st
 from isojax.batch import Segment, build
 from isojax.sampler.config import EngineConfig, buckets
 from isojax.sampler.engine import Engine
-from isojax.sampler.inputs import Lanes, lay_out
+from isojax.sampler.inputs import lay_out
+from isojax.sampler.lanes import Lanes
 from isojax.sampler.pages import Pool
 from isojax.sampler.random import sample_key
 from isojax.sampler.request import Request
-from isojax.sampler.scheduler import Sequence
+from isojax.sampler.scheduler import Copies, Plan, Sequence
 from tests.sampler_fake import VOCAB, FakeExecutor, expected
 
 CHUNK = 4
@@ -62,8 +63,10 @@ def watch_pages(made, fake):
                 for page in seq.pages:
                     held[page] += 1
             assert held == [rank.pages.owners(page) for page in range(rank.pages.size)]
-            for seq, count in rank.planned.work:
-                for page in seq.pages[seq.cached // CHUNK : -(-(seq.cached + count) // CHUNK)]:
+            for seq, count in zip(rank.planned.seqs, rank.planned.counts, strict=True):
+                cached, known = rank.lanes.cached[seq.slot], rank.lanes.known[seq.slot]
+                assert (cached + count) % CHUNK == 0 or cached + count == known
+                for page in seq.pages[cached // CHUNK : -(-(cached + count) // CHUNK)]:
                     assert rank.pages.owners(page) == 1
 
     fake.on_step = look
@@ -81,7 +84,7 @@ def watch_pages(made, fake):
 def test_every_request_is_served_exactly(data, ranks, max_sequences, extra_pages, budget, sizes):
     requests = [
         Request(
-            prompt(data.draw(st.integers(1, 20)), data.draw(st.integers(0, 2))),
+            prompt(data.draw(st.integers(1, 38)), data.draw(st.integers(0, 2))),
             max_tokens=data.draw(st.integers(1, 20)),
             n=data.draw(st.integers(1, 7)),
             seed=data.draw(st.integers(0, 3)),
@@ -110,13 +113,18 @@ def test_tight_pool_preempts_and_changes_nothing():
 
 
 def test_samples_share_their_prompt():
-    made, fake = engine(max_sequences=8, max_batch_tokens=100, max_model_len=64)
+    made, fake = engine(max_batch_tokens=200)
     fed = []
-    fake.on_step = lambda: fed.append(sum(p.planned.tokens for p in made._scheduler.ranks))
-    check([Request(prompt(30), 1, n=8)], made)
-    assert sum(fed) == 29 + 8  # the prefix once, then each sample's last prompt token
-    shared = [rank.pages.size - rank.pages.free for rank in made._scheduler.ranks]
-    assert shared == [0]
+    fake.on_step = lambda: fed.append(sum(made._scheduler.ranks[0].planned.counts))
+    check([Request(prompt(30, s), 1, n=6) for s in range(5)], made)
+    assert sum(fed) == 5 * (29 + 6)  # the prefix once, then each sample's last prompt token
+
+
+def test_a_prefix_that_fills_the_pool_does_not_block():
+    for requests in (1, 3):
+        made, fake = engine(pages=10, max_batch_tokens=60)
+        watch_pages(made, fake)
+        check([Request(prompt(38, s), 2, n=4) for s in range(requests)], made)
 
 
 def test_order_and_company_do_not_matter():
@@ -257,7 +265,7 @@ def test_layout_is_what_build_makes(data):
     chunk, lanes = 4, Lanes(6, 40, 10)
     single = data.draw(st.booleans())
     slots = data.draw(st.permutations(range(6)))
-    work, segments, page = [], [], 0
+    plan, segments, page = Plan([], [], Copies([], [])), [], 0
     for i in range(data.draw(st.integers(1, 5))):
         context = data.draw(st.integers(0, 20))
         count = 1 if single else data.draw(st.integers(1, 12))
@@ -265,12 +273,14 @@ def test_layout_is_what_build_makes(data):
         pages = list(range(page, page + -(-len(tokens) // chunk)))
         page += len(pages)
         seq = Sequence((i, 0), Request(tokens, 1), tokens, 40, sample_key(i, 0))
-        seq.cached, seq.slot, seq.pages = context, slots[i], pages
-        work.append((seq, count))
+        seq.slot, seq.pages = slots[i], pages
+        lanes.enter(seq, context)
+        plan.seqs.append(seq)
+        plan.counts.append(count)
         segments.append(Segment(tokens[context:], context, pages, slots[i]))
     config = EngineConfig(40, max_sequences=6, max_batch_tokens=70, bucket_sizes=1)
     bucket = buckets(config, chunk)[0 if single else 1]
-    got = lay_out(lanes, work, bucket, chunk)
+    got = lay_out(lanes, plan, bucket, chunk)
     want = build(segments, bucket, chunk)
     for name, x in vars(want).items():
         y = getattr(got.batch, name)

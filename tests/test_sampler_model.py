@@ -1,5 +1,5 @@
-"""The engine with real models: what it returns is what the trainer's call computes, bit for bit, and nothing
-about the engine's sizes, the mesh or the company of a request moves a sample."""
+"""The engine with real models: it returns what the trainer's call computes, bit for bit, and its
+sizes, the mesh and the company of a request move no sample."""
 
 import functools
 
@@ -36,16 +36,18 @@ DENSE = ModelConfig(
     num_key_value_heads=2, head_dim=16, rotary_dim=8, intermediate_size=48,
     tie_word_embeddings=True,
 )  # fmt: skip
-POLICY = Policy()
+POLICY, ONE = Policy(), Layout()
 SIZES = dict(max_model_len=192, max_sequences=4, max_batch_tokens=260, bucket_sizes=1)
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def parameters(model, layout, seed=0):
     return init_params(model, POLICY, layout, layout.mesh(), seed=seed)
 
 
-def engine(model=MODEL, layout=Layout(), **sizes):
+@functools.cache
+def engine(model, layout=ONE, **sizes):
+    """Shared by the tests, because its programs take seconds to compile."""
     return Engine.create(
         parameters(model, layout), model=model, policy=POLICY, layout=layout, mesh=layout.mesh(),
         config=EngineConfig(**{**SIZES, **sizes}), contract_digest="c",
@@ -65,7 +67,7 @@ REQUESTS = [
 ]
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def reference(model):
     return engine(model).generate(REQUESTS)
 
@@ -83,13 +85,13 @@ def trained(model, request, completion):
     targets, threshold = np.zeros(256, np.int32), np.full(256, -np.inf, np.float32)
     targets[: len(ids) - 1], threshold[at] = ids[1:], completion.thresholds
     inverse = np.full(256, inverse_temperature(request.temperature), np.float32)
-    full, kept = trainer(model)(parameters(model, Layout()), batch, targets, inverse, threshold)
+    full, kept = trainer(model)(parameters(model, ONE), batch, targets, inverse, threshold)
     return np.asarray(full)[at], np.asarray(kept)[at]
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def trainer(model):
-    layout = Layout()
+    layout = ONE
 
     @jax.jit
     def call(params, batch, targets, inverse, threshold):
@@ -116,25 +118,27 @@ def test_logprobs_are_the_trainers(model):
 
 
 @pytest.mark.parametrize(
-    "sizes",
+    "model, sizes",
     [
-        dict(max_sequences=3, pages=4, max_batch_tokens=70),  # preempts; prompts in pieces
-        dict(max_sequences=8, max_batch_tokens=600, bucket_sizes=2),
-        dict(max_sequences=1, max_batch_tokens=65),  # one at a time, no shared prompts
+        # preempts; prompts in pieces
+        (MODEL, dict(max_sequences=3, pages=4, max_batch_tokens=70)),
+        # one at a time, no shared prompts
+        (MODEL, dict(max_sequences=1, max_batch_tokens=65)),
+        (DENSE, dict(max_sequences=8, max_batch_tokens=600, bucket_sizes=2)),
     ],
-    ids=["tight", "roomy", "alone"],
+    ids=["tight", "alone", "roomy"],
 )
-def test_sizes_do_not_matter(sizes):
-    made = engine(**sizes)
+def test_sizes_do_not_matter(model, sizes):
+    made = engine(model, **sizes)
     for order in ([0, 1, 2, 3, 4], [4, 2, 3, 1, 0]):
         done = made.generate([REQUESTS[i] for i in order])
-        assert_same_bits(arrays(done), arrays([reference(MODEL)[i] for i in order]))
+        assert_same_bits(arrays(done), arrays([reference(model)[i] for i in order]))
     assert (made.counts.preemptions > 0) == ("pages" in sizes)
 
 
 def test_nothing_compiles_in_steady_state():
-    made = engine()
-    made.generate(REQUESTS)
+    reference(MODEL)
+    made = engine(MODEL)
     compiles = made.counts.compiles
     assert compiles == 3  # decode, mixed, copy
     for shift in range(3):
@@ -146,49 +150,51 @@ def test_nothing_compiles_in_steady_state():
 
 
 def test_weights_are_held_by_reference_and_replaced():
-    made = engine()
-    assert made._executor.params is parameters(MODEL, Layout())
+    made = engine(MODEL)
+    assert made._executor.params is parameters(MODEL, ONE)
     before = made.generate(REQUESTS[:2])
-    made.update_params(parameters(MODEL, Layout(), seed=1), 7)
+    made.update_params(parameters(MODEL, ONE, seed=1), 7)
     other = made.generate(REQUESTS[:2])
     assert other[0][0].weights_version == 7
     assert any((a.token_ids != b.token_ids).any() for a, b in zip(before[1], other[1], strict=True))
-    made.update_params(parameters(MODEL, Layout()), 8)
+    made.update_params(parameters(MODEL, ONE), 0)
     assert_same_bits(arrays(made.generate(REQUESTS[:2])), arrays(before))
 
 
-@pytest.mark.parametrize("mesh", ["2x1", "1x2", "2x2"])
-def test_meshes_do_not_matter(mesh):
-    done = engine(layout=Layout.parse(mesh)).generate(REQUESTS)
+def test_the_mesh_does_not_matter():
+    done = engine(MODEL, layout=Layout(2, 2)).generate(REQUESTS)
     assert_same_bits(arrays(done), arrays(reference(MODEL)))
 
 
 def test_an_interrupted_call_leaves_a_working_engine():
-    made = engine()
+    made = engine(MODEL)
     stream = made.stream(REQUESTS)
     next(stream)
-    for leaf in jax.tree.leaves(made._executor.cache):  # as if a call took the cache and never ended
+    for leaf in jax.tree.leaves(
+        made._executor.cache
+    ):  # as if a call took the cache and never ended
         leaf.delete()
     stream.close()
     assert_same_bits(arrays(made.generate(REQUESTS)), arrays(reference(MODEL)))
 
 
 def test_logits_that_are_not_finite_are_an_error():
-    made = engine()
-    params = dict(parameters(MODEL, Layout()))
+    made = engine(MODEL)
+    params = dict(parameters(MODEL, ONE))
     params["embed"] = params["embed"].at[5].set(jnp.nan)
     made.update_params(params, 1)
     bad, good = made.generate([Request([1, 2, 5], 4), Request([1, 2, 3], 1, seed=4)])
     assert bad[0].finish_reason == "error" and "not finite" in bad[0].error
     assert good[0].finish_reason == "length"
+    made.update_params(parameters(MODEL, ONE), 0)
 
 
 def test_a_step_has_no_arithmetic_outside_ops():
     config = EngineConfig(**SIZES)
-    cache = caches.create(MODEL, POLICY, Layout(), pages=8, slots=4, per_layer=True)
+    cache = caches.create(MODEL, POLICY, ONE, pages=8, slots=4, per_layer=True)
     for bucket in buckets(config, POLICY.chunk):
         found = audit(
-            rank_step, parameters(MODEL, Layout()), cache, pack([shape_of(bucket)]),
-            model=MODEL, policy=POLICY, layout=Layout(), bucket=bucket,
+            rank_step, parameters(MODEL, ONE), cache, pack([shape_of(bucket)]),
+            model=MODEL, policy=POLICY, layout=ONE, bucket=bucket,
         )  # fmt: skip
         assert not found, "\n".join(map(str, found))

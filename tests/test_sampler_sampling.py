@@ -1,5 +1,5 @@
-"""Sampling: bits that are documented, thresholds that a sort confirms, draws from the right law, and rows
-that know nothing of each other."""
+"""Sampling: published random bits, thresholds that a sort confirms, draws from the right law, and
+rows that know nothing of each other."""
 
 import jax
 import jax.numpy as jnp

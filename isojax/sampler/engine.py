@@ -14,7 +14,8 @@ from isojax.numerics.policy import Policy
 from isojax.sampler import scheduler
 from isojax.sampler.config import EngineConfig, buckets
 from isojax.sampler.executor import Executor, Sampled
-from isojax.sampler.inputs import Lanes, StepInputs, lay_out
+from isojax.sampler.inputs import StepInputs, lay_out
+from isojax.sampler.lanes import Lanes
 from isojax.sampler.random import sample_key
 from isojax.sampler.request import Completion, FinishReason, Request, problem
 from isojax.sampler.scheduler import Copies, Plan, Scheduler
@@ -76,13 +77,13 @@ class Engine:
         """See `create`. ranks: data ranks. chunk: tokens of a page."""
         self._executor, self._config = executor, config
         self._vocab_size, self._chunk = vocab_size, chunk
-        self._eos_ids, self._detokenize = frozenset(eos_ids), detokenize
+        self._eos_ids, self._detokenize = tuple(eos_ids), detokenize
         self._version, self._digest = weights_version, contract_digest
         self._buckets = buckets(config, chunk)
-        slots, pages = config.max_sequences, config.pool(chunk)
-        self._scheduler = Scheduler(ranks, pages, slots, chunk, config.prefill_budget(chunk))
-        width = config.table_width(chunk)
-        self._lanes = [Lanes(slots, config.max_model_len, width) for _ in range(ranks)]
+        sizes = config.max_sequences, config.max_model_len, config.table_width(chunk)
+        lanes = [Lanes(*sizes) for _ in range(ranks)]
+        pages, budget = config.pool(chunk), config.prefill_budget(chunk)
+        self._scheduler = Scheduler(lanes, pages, chunk, budget)
         self._watches: dict[tuple[int, int], StopWatch] = {}
         self._active = False
         self._tokens = self._steps = 0
@@ -206,66 +207,76 @@ class Engine:
     def _submit(self, number: int, request: Request) -> None:
         prompt = [int(token) for token in request.prompt_ids]
         limit = self._limit(request)
+        ids = {int(token) for token in request.stop_ids}
+        stop_ids = tuple(ids if request.ignore_eos else ids.union(self._eos_ids))
         samples = []
         for i in range(request.n):
             key = sample_key(int(request.seed), i)
-            samples.append(scheduler.Sequence((number, i), request, list(prompt), limit, key))
+            samples.append(
+                scheduler.Sequence((number, i), request, list(prompt), limit, key, stop_ids)
+            )
             if request.stop and self._detokenize is not None:
                 self._watches[number, i] = StopWatch(request.stop, self._detokenize)
         self._scheduler.add(samples)
 
     def _step(self) -> Iterator[Finished]:
         """Run one call; yields what it finished."""
-        plans = self._scheduler.plan()
+        plans, ranks = self._scheduler.plan(), self._scheduler.ranks
         bucket = self._bucket(plans)
         if any(plan.copies.slots for plan in plans):
             self._executor.copy([plan.copies for plan in plans])
-        inputs = [
-            lay_out(lanes, plan.work, bucket, self._chunk)
-            for lanes, plan in zip(self._lanes, plans, strict=True)
-        ]
-        sampled = self._executor.step(bucket, inputs)
+        sampled = self._executor.step(
+            bucket,
+            [
+                lay_out(rank.lanes, plan, bucket, self._chunk)
+                for rank, plan in zip(ranks, plans, strict=True)
+            ],
+        )
         self._steps += 1
-        for rank, plan in enumerate(plans):
-            drawn = zip(
-                plan.work,
-                sampled.tokens[rank].tolist(),
-                sampled.logprobs[rank].tolist(),
-                sampled.thresholds[rank].tolist(),
-                strict=False,  # the bucket may be larger than the plan
-            )
-            for (seq, count), token, logprob, threshold in drawn:
-                seq.cached += count
-                if seq.missing or seq.children:
-                    continue
-                completion = self._append(seq, token, logprob, threshold)
-                if completion is not None:
-                    self._scheduler.ranks[rank].release(seq)
-                    yield Finished(*seq.order, completion)
+        for i, (rank, plan) in enumerate(zip(ranks, plans, strict=True)):
+            n = len(plan.seqs)
+            drawn = (sampled.tokens[i, :n], sampled.logprobs[i, :n], sampled.thresholds[i, :n])
+            for seq, reason, details in self._advance(rank.lanes, plan, *drawn):
+                rank.release(seq)
+                yield Finished(*seq.order, self._completion(seq, reason, **details))
 
     def _bucket(self, plans: Sequence[Plan]) -> Bucket:
         """The cheapest shape that holds every rank's plan."""
-        tokens = max(plan.tokens for plan in plans)
-        single = all(plan.single for plan in plans)
+        tokens = max(sum(plan.counts) for plan in plans)
+        single = all(count == 1 for plan in plans for count in plan.counts)
         return next(b for b in self._buckets if b.tokens >= tokens and (single or b.piece_rows > 1))
 
-    def _append(
-        self, seq: scheduler.Sequence, token: int, logprob: float, threshold: float
-    ) -> Completion | None:
-        """Add a sampled token; the completion if it was the last."""
-        if not np.isfinite(logprob):
-            error = f"logits at position {seq.cached} are not finite"
-            return self._completion(seq, "error", error=error)
-        seq.tokens.append(token)
-        seq.logprobs.append(logprob)
-        seq.thresholds.append(threshold)
-        self._tokens += 1
-        request = seq.request
-        if token in request.stop_ids or (token in self._eos_ids and not request.ignore_eos):
-            return self._completion(seq, "stop", stop=token)
-        if request.stop and (stop := self._watches[seq.order].push(token)) is not None:
-            return self._completion(seq, "stop", stop=stop)
-        return self._completion(seq, "length") if len(seq.tokens) == seq.limit else None
+    def _advance(
+        self,
+        lanes: Lanes,
+        plan: Plan,
+        tokens: np.ndarray,
+        logprobs: np.ndarray,
+        thresholds: np.ndarray,
+    ) -> list[tuple[scheduler.Sequence, FinishReason, dict[str, Any]]]:
+        """Enter what one rank's sequences drew; those that have ended, and how."""
+        slot = plan.slots
+        lanes.cached[slot] += np.asarray(plan.counts, np.int32)
+        sampled = lanes.samples[slot] & (lanes.cached[slot] == lanes.known[slot])
+        fine = sampled & np.isfinite(logprobs)
+        lanes.append(slot[fine], tokens[fine], logprobs[fine], thresholds[fine])
+        self._tokens += int(fine.sum())
+
+        stop = fine & (tokens[:, None] == lanes.stop_ids[slot]).any(axis=1)
+        full = lanes.known[slot] == lanes.limit[slot]
+        ended: list[tuple[scheduler.Sequence, FinishReason, dict[str, Any]]] = []
+        for i in np.flatnonzero(sampled & (~fine | stop | full | lanes.watched[slot])).tolist():
+            seq, token = plan.seqs[i], int(tokens[i])
+            if not fine[i]:
+                error = f"logits at position {lanes.cached[slot[i]]} are not finite"
+                ended.append((seq, "error", {"error": error}))
+            elif stop[i]:
+                ended.append((seq, "stop", {"stop": token}))
+            elif lanes.watched[slot[i]] and (text := self._watches[seq.order].push(token)):
+                ended.append((seq, "stop", {"stop": text}))
+            elif full[i]:
+                ended.append((seq, "length", {}))
+        return ended
 
     def _completion(
         self,
@@ -277,8 +288,8 @@ class Engine:
         response = seq.tokens[len(seq.request.prompt_ids) :]
         return Completion(
             np.asarray(response, np.int32),
-            np.asarray(seq.logprobs, np.float32),
-            np.asarray(seq.thresholds, np.float32),
+            seq.logprobs,
+            seq.thresholds,
             reason,
             stop,
             error,

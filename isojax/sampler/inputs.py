@@ -10,9 +10,9 @@ from jax import lax
 from jax.tree_util import register_dataclass
 
 from isojax.batch import Bucket, RaggedBatch
-from isojax.sampler.request import inverse_temperature
+from isojax.sampler.lanes import Lanes
 from isojax.sampler.sampling import Settings
-from isojax.sampler.scheduler import Sequence
+from isojax.sampler.scheduler import Copies, Plan
 
 
 @partial(
@@ -34,49 +34,6 @@ class StepInputs:
     settings: Settings
 
 
-class Lanes:
-    """The running sequences of one rank as arrays over its slots.
-
-    A lane is filled when a sequence gets its slot; afterwards only new tokens and pages are
-    entered, so that laying out a call takes a few array operations.
-    """
-
-    def __init__(self, slots: int, max_model_len: int, table_width: int) -> None:
-        self._owner: list[tuple[Sequence, list[int]] | None] = [None] * slots
-        self._page_count = np.zeros(slots, np.int32)
-        self.tokens = np.zeros((slots, max_model_len), np.int32)
-        self.pages = np.zeros((slots, table_width), np.int32)
-        self.inverse_temperature = np.ones(slots, np.float32)
-        self.key = np.zeros((slots, 2), np.uint32)
-        self.greedy, self.top_k = (np.zeros(slots, np.int32) for _ in range(2))
-        self.top_p, self.min_p = (np.zeros(slots, np.float32) for _ in range(2))
-
-    def enter(self, seq: Sequence) -> None:
-        """Bring a sequence's lane up to date."""
-        slot, owner = seq.slot, self._owner[seq.slot]
-        # a sequence that was preempted and came back to its slot has another list of pages
-        if owner is None or owner[0] is not seq or owner[1] is not seq.pages:
-            self._fill(seq)
-        else:
-            self.tokens[slot, len(seq.tokens) - 1] = seq.tokens[-1]
-        known = self._page_count[slot]
-        if len(seq.pages) > known:
-            self.pages[slot, known : len(seq.pages)] = seq.pages[known:]
-            self._page_count[slot] = len(seq.pages)
-
-    def _fill(self, seq: Sequence) -> None:
-        slot, request = seq.slot, seq.request
-        self._owner[slot] = (seq, seq.pages)
-        self._page_count[slot] = 0
-        self.tokens[slot, : len(seq.tokens)] = seq.tokens
-        self.inverse_temperature[slot] = inverse_temperature(request.temperature)
-        self.key[slot] = seq.key
-        self.greedy[slot] = request.temperature == 0
-        self.top_k[slot] = min(request.top_k, np.iinfo(np.int32).max)
-        self.top_p[slot] = request.top_p
-        self.min_p[slot] = request.min_p
-
-
 def _pad(x: Any, size: int, value: int = 0) -> Any:
     """x behind which `value` fills its first axis up to `size`; integers become int32."""
     dtype = np.int32 if x.dtype == np.int64 else x.dtype
@@ -85,19 +42,13 @@ def _pad(x: Any, size: int, value: int = 0) -> Any:
     return out
 
 
-def lay_out(
-    lanes: Lanes, work: list[tuple[Sequence, int]], bucket: Bucket, chunk: int
-) -> StepInputs:
+def lay_out(lanes: Lanes, plan: Plan, bucket: Bucket, chunk: int) -> StepInputs:
     """The inputs of one rank: its planned sequences end to end in the shape of `bucket`.
 
     The batch is what `isojax.batch.build` makes of the same segments.
     """
-    for seq, _ in work:
-        lanes.enter(seq)
-    n = len(work)
-    slot = np.fromiter((seq.slot for seq, _ in work), np.int32, n)
-    context = np.fromiter((seq.cached for seq, _ in work), np.int32, n)
-    length = np.fromiter((count for _, count in work), np.int32, n)
+    slot, length = plan.slots, np.asarray(plan.counts, np.int32)
+    n, context = len(slot), lanes.cached[slot]
     end, start = context + length, np.cumsum(length, dtype=np.int32) - length
     owner = np.repeat(np.arange(n, dtype=np.int32), length)
     position = np.arange(owner.size, dtype=np.int32) - start[owner] + context[owner]
@@ -163,4 +114,5 @@ def unpack(row: jax.Array, bucket: Bucket) -> StepInputs:
 
 def shape_of(bucket: Bucket) -> StepInputs:
     """Inputs of an empty call of this shape."""
-    return lay_out(Lanes(0, 0, bucket.pages), [], bucket, max(bucket.piece_rows, 1))
+    nothing = Plan([], [], Copies([], []))
+    return lay_out(Lanes(0, 0, bucket.pages), nothing, bucket, bucket.piece_rows)

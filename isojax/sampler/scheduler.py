@@ -14,12 +14,16 @@ import bisect
 import dataclasses
 import heapq
 from collections.abc import Iterable
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 
+from isojax.sampler.lanes import Lanes
 from isojax.sampler.pages import Pool
 from isojax.sampler.request import Request
+
+_NONE = partial(np.zeros, 0, np.float32)
 
 
 @dataclasses.dataclass(eq=False)
@@ -27,10 +31,12 @@ class Sequence:
     """One sample of a request, or the prefix that `children` will fork from.
 
     order: age, (request, sample); a prefix is as old as its next child.
-    tokens: prompt and what has been generated.
+    tokens: prompt and what has been generated; while it runs its lane knows of more.
     limit: tokens at which it ends.
     key: uint32 [2] of its random bits.
-    cached: how many of `tokens` lie in its pages and slot.
+    stop_ids: token ids that end it.
+    logprobs, thresholds: float32, of the generated tokens.
+    slot, pages: what it holds; slot is -1 while it waits.
     """
 
     order: tuple[int, int]
@@ -38,20 +44,15 @@ class Sequence:
     tokens: list[int]
     limit: int
     key: np.ndarray
+    stop_ids: tuple[int, ...] = ()
     children: list["Sequence"] = dataclasses.field(default_factory=list)
-    logprobs: list[float] = dataclasses.field(default_factory=list)
-    thresholds: list[float] = dataclasses.field(default_factory=list)
-    cached: int = 0
+    logprobs: np.ndarray = dataclasses.field(default_factory=_NONE)
+    thresholds: np.ndarray = dataclasses.field(default_factory=_NONE)
     slot: int = -1
     pages: list[int] = dataclasses.field(default_factory=list)
 
     def __lt__(self, other: "Sequence") -> bool:
         return self.order < other.order
-
-    @property
-    def missing(self) -> int:
-        """Tokens that are not cached; 0 for a prefix that is ready."""
-        return len(self.tokens) - self.cached
 
 
 class Copies(NamedTuple):
@@ -63,72 +64,83 @@ class Copies(NamedTuple):
 
 @dataclasses.dataclass
 class Plan:
-    """One rank's share of a call: sequences with their numbers of new tokens, after the copies."""
+    """One rank's share of a call: sequences, how many new tokens each contributes, and copies to be
+    made before."""
 
-    work: list[tuple[Sequence, int]]
+    seqs: list[Sequence]
+    counts: list[int]
     copies: Copies
 
     @property
-    def tokens(self) -> int:
-        return sum(count for _, count in self.work)
-
-    @property
-    def single(self) -> bool:
-        """Every sequence contributes one token."""
-        return all(count == 1 for _, count in self.work)
+    def slots(self) -> np.ndarray:
+        """int32 [sequences]."""
+        return np.fromiter((seq.slot for seq in self.seqs), np.int32, len(self.seqs))
 
 
 class Rank:
     """The sequences, pages and slots of one data rank."""
 
-    def __init__(self, pages: int, slots: int, chunk: int, prefill_budget: int) -> None:
-        self.pages, self.slots = Pool(pages), Pool(slots)
+    def __init__(self, pages: int, lanes: Lanes, chunk: int, prefill_budget: int) -> None:
+        self.lanes = lanes
+        self.pages, self.slots = Pool(pages), Pool(len(lanes.known))
         self.running: list[Sequence] = []  # oldest first
+        self._prefixes: list[Sequence] = []  # those of `running` that have children
         self._chunk, self._prefill_budget = chunk, prefill_budget
         self._begin()
 
     def _begin(self) -> None:
         self._budget = self._prefill_budget
-        self.planned = Plan([], Copies([], []))
+        self.planned = Plan([], [], Copies([], []))
+        self._steady = False
 
     @property
     def room(self) -> int:
         """Free slots that no prefix will need for its samples."""
-        return self.slots.free - sum(max(len(seq.children) - 1, 0) for seq in self.running)
+        return self.slots.free - sum(len(prefix.children) - 1 for prefix in self._prefixes)
 
     def plan(self) -> list[Sequence]:
         """Plan a call of the sequences that run; returns those that were preempted for it."""
+        if self._steady and self._repeat():
+            return []
         self._begin()
         # Forks first: what growth preempts later in this plan may have been copied from or to, but
         # no later copy can meet the same page, and copies are made before the call.
-        for prefix in [seq for seq in self.running if seq.children and not seq.missing]:
-            self._fork(prefix)
+        for prefix in sorted(self._prefixes):
+            if not self._missing(prefix):
+                self._fork(prefix)
         preempted: list[Sequence] = []
         for seq in list(self.running):
-            if seq.slot >= 0 and (count := self._count(seq)):
-                self._grow(seq, seq.cached + count, preempted)
+            if seq.slot >= 0 and (count := self._count(self._missing(seq))):
+                self._grow(seq, int(self.lanes.cached[seq.slot]) + count, preempted)
                 if seq.slot >= 0:
                     self._add(seq, count)
+        # A call in which all that runs decodes is followed by one just like it, until something
+        # ends, starts or is short of pages.
+        decodes = len(self.planned.seqs) == len(self.running) and set(self.planned.counts) == {1}
+        self._steady = decodes and not self._prefixes
         return preempted
 
     def fits(self, seq: Sequence) -> bool:
         """Whether a waiting sequence can join the call."""
-        pages = self._pages_for(len(seq.tokens))
-        return self.room > 0 and pages <= self.pages.free and self._count(seq) > 0
+        tokens = len(seq.tokens)
+        if self.room <= 0 or self._pages_for(tokens) > self.pages.free:
+            return False
+        return self._count(tokens) > 0
 
     def admit(self, seq: Sequence) -> None:
         """Start a sequence that `fits`."""
         seq.slot = self.slots.take()
         seq.pages = [self.pages.take() for _ in range(self._pages_for(len(seq.tokens)))]
-        bisect.insort(self.running, seq)
-        self._add(seq, self._count(seq))
+        self._run(seq, 0)
+        self._add(seq, self._count(len(seq.tokens)))
 
     def release(self, seq: Sequence) -> None:
         """Take back what a running sequence holds."""
-        self.running.remove(seq)
+        self.lanes.leave(seq)
+        self._stop(seq)
         self.pages.drop(seq.pages)
         self.slots.drop([seq.slot])
-        seq.pages, seq.slot, seq.cached = [], -1, 0
+        seq.pages, seq.slot = [], -1
 
     def unblock(self) -> list[Sequence]:
         """When all that runs is prefixes which cannot fork for want of pages: the oldest one's
@@ -138,29 +150,65 @@ class Rank:
         self._take_over(prefix, first)
         waiting = [waiting_form(others)] if others else []
         self._grow(first, len(first.tokens), waiting)
-        self._add(first, first.missing)
+        self._add(first, 1)
         return waiting
 
     def _pages_for(self, tokens: int) -> int:
         return -(-tokens // self._chunk)
 
-    def _count(self, seq: Sequence) -> int:
+    def _missing(self, seq: Sequence) -> int:
+        """Tokens of a running sequence that are not cached; 0 for a prefix that is ready."""
+        return int(self.lanes.known[seq.slot] - self.lanes.cached[seq.slot])
+
+    def _count(self, missing: int) -> int:
         """New tokens in this call: one to decode always; a prompt within the budget, cut only at
         multiples of the chunk."""
-        if seq.missing <= max(1, self._budget):
-            return seq.missing
+        if missing <= 1 or missing <= self._budget:
+            return missing
         return self._budget // self._chunk * self._chunk
 
     def _add(self, seq: Sequence, count: int) -> None:
         if count > 1:
             self._budget -= count
-        self.planned.work.append((seq, count))
+        self.planned.seqs.append(seq)
+        self.planned.counts.append(count)
+
+    def _run(self, seq: Sequence, cached: int) -> None:
+        self._steady = False
+        self.lanes.enter(seq, cached)
+        bisect.insort(self.running, seq)
+        if seq.children:
+            self._prefixes.append(seq)
+
+    def _stop(self, seq: Sequence) -> None:
+        self._steady = False
+        self.running.remove(seq)
+        if seq.children:
+            self._prefixes.remove(seq)
+
+    def _repeat(self) -> bool:
+        """The last plan once more, with a page for each sequence that starts one; False if there
+        are not enough pages."""
+        seqs = self.planned.seqs
+        cached = self.lanes.cached[self.planned.slots]
+        starting = np.flatnonzero(cached % self._chunk == 0)
+        if len(starting) > self.pages.free:
+            return False
+        for i in starting.tolist():
+            self._add_page(seqs[i])
+        self.planned.copies = Copies([], [])
+        return True
+
+    def _add_page(self, seq: Sequence) -> None:
+        page = self.pages.take()
+        self.lanes.pages[seq.slot, len(seq.pages)] = page
+        seq.pages.append(page)
 
     def _grow(self, seq: Sequence, tokens: int, preempted: list[Sequence]) -> None:
         """Pages for `tokens` tokens, from the youngest if none is free, which may be `seq`."""
         while len(seq.pages) < self._pages_for(tokens):
             if self.pages.free:
-                seq.pages.append(self.pages.take())
+                self._add_page(seq)
                 continue
             victim = self.running[-1]
             self.release(victim)
@@ -170,26 +218,29 @@ class Rank:
 
     def _fork(self, prefix: Sequence) -> None:
         """Start samples of a prefix that is ready, as far as slots and pages go."""
-        full, rest = divmod(prefix.cached, self._chunk)
+        cached = int(self.lanes.cached[prefix.slot])
+        full, rest = divmod(cached, self._chunk)
+        self._stop(prefix)  # its age changes
         while len(prefix.children) > 1 and self.slots.free and (self.pages.free or not rest):
             child = prefix.children.pop(0)
-            child.slot, child.cached = self.slots.take(), prefix.cached
+            child.slot = self.slots.take()
             child.pages = prefix.pages[:full]
             self.pages.share(child.pages)
             self.planned.copies.slots.append((prefix.slot, child.slot))
             if rest:
                 child.pages.append(self.pages.take())
                 self.planned.copies.pages.append((prefix.pages[full], child.pages[full]))
-            self.running.append(child)
+            self._run(child, cached)
         prefix.order = prefix.children[0].order
+        self._run(prefix, cached)
         if len(prefix.children) == 1:
             self._take_over(prefix, prefix.children[0])
-        self.running.sort()
 
     def _take_over(self, prefix: Sequence, child: Sequence) -> None:
-        child.slot, child.pages, child.cached = prefix.slot, prefix.pages, prefix.cached
-        self.running.remove(prefix)
-        bisect.insort(self.running, child)
+        cached = int(self.lanes.cached[prefix.slot])
+        self._stop(prefix)
+        child.slot, child.pages = prefix.slot, prefix.pages
+        self._run(child, cached)
 
 
 def waiting_form(samples: list[Sequence]) -> Sequence:
@@ -205,11 +256,12 @@ def waiting_form(samples: list[Sequence]) -> Sequence:
 class Scheduler:
     """All data ranks, and the sequences that wait for one of them."""
 
-    def __init__(self, ranks: int, pages: int, slots: int, chunk: int, prefill_budget: int) -> None:
-        self.ranks = [Rank(pages, slots, chunk, prefill_budget) for _ in range(ranks)]
+    def __init__(self, lanes: Iterable[Lanes], pages: int, chunk: int, prefill_budget: int) -> None:
+        """lanes: of each data rank. pages: in each one's pool."""
+        self.ranks = [Rank(pages, own, chunk, prefill_budget) for own in lanes]
         self.preemptions = 0
         self._waiting: list[Sequence] = []
-        self._share = slots > 1
+        self._share = self.ranks[0].slots.size > 1
 
     def add(self, samples: list[Sequence]) -> None:
         """Queue all samples of one request."""
@@ -232,17 +284,11 @@ class Scheduler:
                 break
             # the emptiest rank; the first of equals
             max(able, key=lambda rank: rank.room).admit(heapq.heappop(self._waiting))
-        if not any(rank.planned.work for rank in self.ranks):
+        if not any(rank.planned.seqs for rank in self.ranks):
             for rank in self.ranks:
                 if rank.running:
                     self._wait(rank.unblock())
         return [rank.planned for rank in self.ranks]
-
-    def release(self, seq: Sequence) -> None:
-        """Forget a running sequence that has ended."""
-        for rank in self.ranks:
-            if seq in rank.running:
-                rank.release(seq)
 
     def clear(self) -> None:
         """Forget every sequence."""
