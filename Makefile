@@ -1,4 +1,5 @@
 # make demo: the main job at its tiny default, on a CPU. make test: lint, types, tests.
+# make contracts: compute the committed contracts anew, after a change that is meant to move bits.
 
 VENV := .venv
 PYTHON := $(VENV)/bin/python
@@ -16,7 +17,7 @@ uv=$$(command -v uv) || { python3 -m venv $(VENV)-uv && $(VENV)-uv/bin/pip insta
 "$$uv" python install 3.12 >&2 && "$$uv" python find 3.12
 endef
 
-.PHONY: demo test lint clean
+.PHONY: demo test lint contracts clean
 
 demo: $(READY)
 	$(PYTHON) experiments/dapo_qwen.py $(ARGS)
@@ -28,6 +29,12 @@ lint: $(READY)
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
+
+contracts: $(READY)
+	$(PYTHON) -m isojax.contract build --config configs/tiny.toml --mesh 1x1 \
+	  -o configs/tiny.contract.json
+	$(PYTHON) -m isojax.contract build --config configs/qwen3_5_35b_a3b.toml --platform cuda \
+	  --device sm_90 --mesh 1x1 --mesh 8x1 -o configs/qwen3_5_35b_a3b.contract.json
 
 $(READY): pyproject.toml constraints.txt
 	python=$$($(FIND_PYTHON)) && "$$python" -m venv $(VENV)

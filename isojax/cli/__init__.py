@@ -6,8 +6,10 @@ import sys
 from collections.abc import Sequence
 
 from isojax.cli import generate, score
+from isojax.contract import command as contract
+from isojax.contract import selfcheck as verify
 
-COMMANDS = {"score": score, "generate": generate}
+COMMANDS = {"score": score, "generate": generate, "contract": contract, "verify": verify}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -129,6 +129,11 @@ class Engine:
         )
 
     @property
+    def executor(self) -> Runs:
+        """The device side of this engine."""
+        return self._executor
+
+    @property
     def counts(self) -> Counts:
         return Counts(
             self._tokens, self._steps, self._scheduler.preemptions, self._executor.compiles

@@ -152,10 +152,25 @@ class Executor:
 
     def lower(self, bucket: Bucket, packed: Any) -> Any:
         """The lowered step of a bucket."""
+        return self.jitted(bucket).lower(self.params, self.cache, packed)
+
+    def jitted(self, bucket: Bucket) -> Any:
+        """The step of a bucket, (params, cache, packed) -> (drawn, cache)."""
         body = partial(self._step, bucket=bucket)
         in_specs = (self._param_specs, self._cache_specs, PartitionSpec(DATA))
         step = self._shard(body, in_specs, (PartitionSpec(), self._cache_specs))
-        return jax.jit(step, donate_argnums=1).lower(self.params, self.cache, packed)
+        return jax.jit(step, donate_argnums=1)
+
+    def abstract_cache(self) -> Cache:
+        """Shapes, dtypes and shardings of the pools."""
+        shapes = jax.eval_shape(self._shard(self._make, (), self._cache_specs))
+        return jax.tree.map(
+            lambda x, spec: jax.ShapeDtypeStruct(
+                x.shape, x.dtype, sharding=NamedSharding(self._mesh, spec)
+            ),
+            shapes,
+            self._cache_specs,
+        )
 
     def _lower_copy(self, packed: Any) -> Any:
         def body(cache: Cache, index: jax.Array) -> Cache:

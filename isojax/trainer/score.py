@@ -34,7 +34,7 @@ class Scorer:
         self._mesh = mesh
         self._budget = microbatch_tokens
         in_specs = (specs(model, policy, layout), ROWS)
-        self._call = jax.jit(shard(self._rank_rows, mesh, in_specs, PartitionSpec()))
+        self.call = jax.jit(shard(self._rank_rows, mesh, in_specs, PartitionSpec()))
 
     def _rank_rows(self, params: Any, batch: TrainBatch) -> tuple[jax.Array, jax.Array]:
         rows = row_logprobs(params, batch, **self._static)
@@ -48,7 +48,7 @@ class Scorer:
         """
         policy, layout = self._static["policy"], self._static["layout"]
         calls, placed = pack(examples, self._budget, policy, layout)
-        rows = [jax.device_get(self._call(params, put(call, self._mesh))) for call in calls]
+        rows = [jax.device_get(self.call(params, put(call, self._mesh))) for call in calls]
         found: list[Scored] = [Scored(np.empty(0), np.empty(0))] * len(examples)
         for at in placed:
             span = slice(at.row, at.row + examples[at.index].predicted)

@@ -100,14 +100,14 @@ class Trainer:
             out_shardings=self.shardings(param),
         )
         self._placed = placed
-        self._zeros = jax.jit(
+        self.zeros = jax.jit(
             lambda: (
                 jax.tree.map(lambda at: jnp.zeros(at.shape, jnp.float32), self.placements),
                 jnp.zeros(1 + len(STATS), jnp.float32),
             ),
             out_shardings=self.shardings((blocks, none)),
         )
-        self._add = jax.jit(
+        self.add = jax.jit(
             lambda params, totals, batch, loss: shard(
                 partial(self._rank_add, loss=loss),
                 mesh,
@@ -117,7 +117,7 @@ class Trainer:
             static_argnums=3,
             donate_argnums=1,
         )
-        self._update = jax.jit(
+        self.update = jax.jit(
             shard(
                 self._rank_update,
                 mesh,
@@ -165,11 +165,11 @@ class Trainer:
         calls, _ = pack(
             examples, self.microbatch_tokens, self.policy, self.layout, scale=1.0 / tokens
         )
-        totals = self._zeros()
+        totals = self.zeros()
         for call in calls:
-            totals = self._add(state.params, totals, put(call, self.mesh), loss)
+            totals = self.add(state.params, totals, put(call, self.mesh), loss)
         gradients, sums = totals
-        state, (norm, rate) = self._update(gradients, state)
+        state, (norm, rate) = self.update(gradients, state)
         sums, norm, rate = jax.device_get((sums, norm, rate))
         by_name = dict(zip(STATS, map(float, sums[1:]), strict=True))
         return state, StepResult(float(sums[0]), float(norm), float(rate), by_name)

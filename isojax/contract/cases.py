@@ -1,0 +1,218 @@
+"""Every way a log-probability is produced: the very programs, lowered without a device.
+
+Sampler and trainer are built on an abstract mesh with the shapes of their weights, and their own
+jitted calls are traced: what is lowered here is what they run.
+"""
+
+import dataclasses
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+
+from isojax.batch import Bucket, RaggedBatch
+from isojax.config import RunConfig, resolve_model
+from isojax.contract.canonical import ContractError
+from isojax.contract.stablehlo import Program
+from isojax.mesh import DATA, MODEL, Layout
+from isojax.models.config import ModelConfig
+from isojax.models.params import shapes
+from isojax.numerics.policy import Policy
+from isojax.sampler.config import EngineConfig, buckets
+from isojax.sampler.executor import Executor
+from isojax.sampler.inputs import pack, shape_of
+from isojax.trainer.loss import PolicyLoss
+from isojax.trainer.optimizer import AdamW
+from isojax.trainer.packing import TrainBatch
+from isojax.trainer.score import Scorer
+from isojax.trainer.step import Trainer, TrainState
+
+PREFILL, DECODE, MIXED = "prefill", "decode", "mixed"
+SCORE, FORWARD, RECOMPUTE = "train_score", "train_forward", "train_recompute"
+STEP = "train_step"
+
+# what each case is; the first six produce log-probabilities
+CASES: dict[str, str] = {
+    DECODE: "sampler, one token a sequence, state continued",
+    PREFILL: "sampler, pieces of prompts, state continued; the program of mixed",
+    MIXED: "sampler, pieces of prompts and single tokens together, state continued",
+    SCORE: "trainer, whole sequences, fresh state, no gradient",
+    FORWARD: "trainer, whole sequences, fresh state, activations kept for the backward",
+    RECOMPUTE: "trainer, whole sequences, fresh state, activations recomputed in the backward",
+    STEP: "trainer, backward and update",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """Shapes of the calls of one data rank, and its pool of pages and slots."""
+
+    decode: Bucket
+    mixed: Bucket
+    train: Bucket
+    pages: int
+    slots: int
+
+
+def probe(policy: Policy, scale: int, sequences: int) -> Sizes:
+    """Sizes that only the contract uses: T, S, P and M are the same in every case.
+
+    Ops on rows then have equal shapes in all of them, and what differs is what the case itself
+    changes.
+    """
+    tokens = scale * policy.batch_leaves * policy.chunk
+    pieces = tokens // policy.chunk + sequences
+    whole = Bucket(tokens, sequences, pieces, pages=2 * scale + 1, piece_rows=policy.chunk)
+    return Sizes(dataclasses.replace(whole, piece_rows=1), whole, whole, pieces, sequences)
+
+
+# Two sizes with nothing in common but the layout's divisibility: what differs counts rows.
+PROBES = ((3, 23), (5, 29))
+
+
+def deployed(config: RunConfig, layout: Layout) -> Sizes:
+    """The largest shapes that a run compiles."""
+    engine = engine_config(config)
+    chunk, leaves = config.policy.chunk, config.policy.batch_leaves // layout.data
+    shaped = buckets(engine, chunk)
+    decode = [b for b in shaped if b.piece_rows == 1][-1]
+    mixed = [b for b in shaped if b.piece_rows > 1][-1]
+    rows, pages = config.trainer.microbatch_tokens, -(-config.max_length // chunk)
+    sequences = 1 << max(0, rows // config.max_length - 1).bit_length()
+    train = Bucket(
+        tokens=leaves * rows,
+        sequences=leaves * sequences,
+        pieces=leaves * (rows // chunk + sequences),
+        pages=1 << (pages - 1).bit_length(),
+        piece_rows=chunk,
+    )
+    return Sizes(decode, mixed, train, engine.pool(chunk), engine.max_sequences)
+
+
+def engine_config(config: RunConfig) -> EngineConfig:
+    """The engine's sizes of a run."""
+    s = config.sampler
+    return EngineConfig(config.max_length, s.max_sequences, s.max_batch_tokens, s.pages)
+
+
+class Lowering:
+    """Lowers the cases of a model on one mesh, for a platform that need not be here."""
+
+    def __init__(self, config: RunConfig, layout: Layout, platform: str) -> None:
+        self.model: ModelConfig = resolve_model(config)
+        self.policy, self.layout, self.config = config.policy, layout, config
+        if platform not in ("cpu", "cuda"):
+            raise ContractError(f"platform must be cpu or cuda, not {platform!r}")
+        if platform == "cpu" and config.policy.evaluation == "mosaic":
+            raise ContractError(
+                'policy.evaluation = "mosaic" has no CPU program: use --platform cuda, or '
+                'policy.evaluation = "reference"'
+            )
+        self._platform = platform
+        # where nothing runs an abstract mesh will do for a mesh
+        self._mesh = cast(Mesh, AbstractMesh((layout.data, layout.model), (DATA, MODEL)))
+        self.params = shapes(self.model, self.policy, layout, self._mesh)
+        self._static = (self.model, self.policy, layout, self._mesh)
+
+    def programs(self, case: str, sizes: Sizes) -> list[Program]:
+        """The programs of a case: one, but train_step has two, gradient and update."""
+        platforms = (self._platform,)
+        return [Program(t.lower(lowering_platforms=platforms)) for t in self.traced(case, sizes)]
+
+    def traced(self, case: str, sizes: Sizes) -> list[Any]:
+        """The traced calls of a case.
+
+        Raises:
+          ContractError: for a case that is not one of CASES.
+        """
+        if case in (PREFILL, MIXED, DECODE):
+            return [self.sampler(sizes.decode if case == DECODE else sizes.mixed, sizes)]
+        if case == SCORE:
+            return [self.score(sizes.train)]
+        if case in (FORWARD, RECOMPUTE):
+            return [self.gradient(sizes.train, remat=case == RECOMPUTE)]
+        if case == STEP:
+            return [self.gradient(sizes.train, self.config.trainer.remat), self.update()]
+        raise ContractError(f"unknown case {case!r}; known: {', '.join(CASES)}")
+
+    def sampler(self, bucket: Bucket, sizes: Sizes) -> Any:
+        """One call of the rollout engine."""
+        executor = Executor(
+            self.params, model=self.model, policy=self.policy, layout=self.layout,
+            mesh=self._mesh, pages=sizes.pages, slots=sizes.slots,
+        )  # fmt: skip
+        length = pack([shape_of(bucket)]).shape[1]
+        packed = self._rows((self.layout.data, length), jnp.int32)
+        return executor.jitted(bucket).trace(self.params, executor.abstract_cache(), packed)
+
+    def score(self, bucket: Bucket) -> Any:
+        """One scoring call of the trainer."""
+        scorer = Scorer(*self._static, self.config.trainer.microbatch_tokens)
+        return scorer.call.trace(self.params, self._batch(bucket))
+
+    def gradient(self, bucket: Bucket, remat: bool) -> Any:
+        """One microbatch: forward, backward, gradients joined to those before."""
+        trainer = self._trainer(remat)
+        clip = self.config.algorithm
+        loss = PolicyLoss(clip.clip_low, clip.clip_high, clip.dual_clip)
+        return trainer.add.trace(self.params, self._totals(trainer), self._batch(bucket), loss)
+
+    def update(self) -> Any:
+        """The optimizer's update."""
+        trainer = self._trainer(self.config.trainer.remat)
+        state = TrainState(self.params, *trainer.abstract_state())
+        return trainer.update.trace(self._totals(trainer)[0], state)
+
+    def _trainer(self, remat: bool) -> Trainer:
+        return Trainer(
+            *self._static,
+            adamw(self.config),
+            microbatch_tokens=self.config.trainer.microbatch_tokens,
+            remat=remat,
+        )
+
+    def _totals(self, trainer: Trainer) -> Any:
+        specs = (trainer.specs.master, PartitionSpec())
+        return jax.tree.map(
+            lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at),
+            jax.eval_shape(trainer.zeros),
+            trainer.shardings(specs),
+        )
+
+    def _rows(self, shape: tuple[int, ...], dtype: Any) -> Any:
+        return jax.ShapeDtypeStruct(
+            shape, dtype, sharding=NamedSharding(self._mesh, PartitionSpec(DATA))
+        )
+
+    def _batch(self, bucket: Bucket) -> TrainBatch:
+        """The arrays of a training call."""
+        data = self.layout.data
+
+        def ints(*shape: int) -> Any:
+            return self._rows((data * shape[0], *shape[1:]), jnp.int32)
+
+        t, s, p = bucket.tokens, bucket.sequences, bucket.pieces
+        ragged = RaggedBatch(
+            **dict.fromkeys(("tokens", "positions", "seq"), ints(t)),
+            **dict.fromkeys(("start", "length", "context", "slot"), ints(s)),
+            page_table=ints(s, bucket.pages),
+            **dict.fromkeys(("piece_seq", "piece_row", "piece_first", "piece_len"), ints(p)),
+            piece_rows=bucket.piece_rows,
+        )
+        floats = [self._rows((data * t,), jnp.float32) for _ in range(5)]
+        return TrainBatch(ragged, ints(t), *floats)
+
+
+def adamw(config: RunConfig) -> AdamW:
+    """The optimizer of a run."""
+    t = config.trainer
+    return AdamW(
+        learning_rate=t.learning_rate,
+        warmup_steps=t.warmup_steps,
+        beta1=t.beta1,
+        beta2=t.beta2,
+        epsilon=t.epsilon,
+        weight_decay=t.weight_decay,
+        max_grad_norm=t.max_grad_norm,
+    )

@@ -1,0 +1,85 @@
+"""What of the world around the program can move a bit: versions, flags, the device."""
+
+import os
+import platform as host
+from importlib import metadata
+from typing import Any
+
+import jax
+
+from isojax.contract.canonical import ContractError
+from isojax.runtime import parse_xla_flags
+
+# flags that only name files, print, or split a CPU into devices
+_NEUTRAL_FLAGS = (
+    "--xla_force_host_platform_device_count",
+    "--xla_dump",
+    "--xla_cpu_use_thunk_runtime",
+    "--xla_gpu_per_fusion_autotune_cache_dir",
+    "--xla_gpu_enable_pgle",
+)
+_JAX_OPTIONS = ("jax_enable_x64", "jax_default_matmul_precision", "jax_numpy_dtype_promotion")
+_PACKAGES = ("jax", "jaxlib", "optax")
+DEFAULT_DEVICE = {"cuda": "sm_90"}
+
+
+def required(platform: str, device: str | None = None) -> dict[str, Any]:
+    """The fields that programs of equal bits must share, known before there is a device.
+
+    device: compute capability such as "sm_90", or a CPU's architecture; by default Hopper, or this
+    CPU.
+    """
+    if platform == "cpu" and device not in (None, host.machine()):
+        raise ContractError(f"a CPU contract is for this machine ({host.machine()}), not {device}")
+    if device is None:
+        device = host.machine() if platform == "cpu" else DEFAULT_DEVICE[platform]
+    if platform == "cuda" and not device.startswith("sm_"):
+        raise ContractError(f"a CUDA device is written like sm_90, not {device!r}")
+    other = "--xla_gpu" if platform == "cpu" else "--xla_cpu"
+    flags = {
+        name: value
+        for name, value in parse_xla_flags(os.environ.get("XLA_FLAGS", "")).items()
+        if not name.startswith((*_NEUTRAL_FLAGS, other))
+    }
+    return {
+        "platform": platform,
+        "device": device,
+        "packages": {name: metadata.version(name) for name in _PACKAGES},
+        "xla_flags": flags,
+        "jax_options": {name: _option(name) for name in _JAX_OPTIONS},
+    }
+
+
+def _option(name: str) -> Any:
+    value = getattr(jax.config, name)
+    return value if isinstance(value, (bool, str)) or value is None else str(value)
+
+
+def observed(devices: list[jax.Device] | None = None) -> dict[str, Any]:
+    """The devices that are here, with driver and CUDA versions; starts a backend."""
+    devices = jax.devices() if devices is None else devices
+    first = devices[0]
+    version = getattr(first.client, "platform_version", "")
+    return {
+        "platform": "cuda" if first.platform == "gpu" else first.platform,
+        "device": _capability(first),
+        "device_kind": first.device_kind,
+        "devices": len(devices),
+        "processes": jax.process_count(),
+        "driver": _driver(),
+        "runtime": " ".join(version.split()),
+    }
+
+
+def _capability(device: jax.Device) -> str:
+    capability = getattr(device, "compute_capability", None)
+    return "sm_" + str(capability).replace(".", "") if capability else host.machine()
+
+
+def _driver() -> str | None:
+    """The NVIDIA kernel driver's version, if there is one."""
+    try:
+        with open("/sys/module/nvidia/version", encoding="ascii") as file:
+            return file.read().strip()
+    except OSError:
+        return None

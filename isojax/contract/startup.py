@@ -1,0 +1,106 @@
+"""What a run does when it starts: compute or recall its contract, then prove it on the device."""
+
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from isojax.config import RunConfig, resolve_model
+from isojax.contract import canary as canaries
+from isojax.contract import claims, environment
+from isojax.contract.bisect import Bisector
+from isojax.contract.build import build, inputs
+from isojax.contract.canonical import ContractError
+from isojax.contract.cases import engine_config
+from isojax.contract.contract import Contract, load
+from isojax.contract.enforce import check_pinned
+from isojax.contract.sources import Sources
+from isojax.sampler.engine import Runs
+from isojax.trainer.score import Scorer
+
+
+def of_run(
+    config: RunConfig,
+    *,
+    pinned: str | Path | None = None,
+    devices: list[jax.Device] | None = None,
+) -> Contract:
+    """The contract of a run on the devices that are here.
+
+    Lowering every case takes longer than a small run likes to wait, and its result depends on the
+    sources, the settings and the environment alone. It is kept under `runs_dir` by the digest of
+    those, and a contract that was committed (`pinned`) for them will do as well.
+
+    Raises:
+      ContractError: for a mesh that is not admitted, or if `pinned` is damaged or does not hold.
+    """
+    claims.check_mesh(resolve_model(config), config.policy, config.mesh)
+    seen = environment.observed(devices)
+    platform, device = seen["platform"], seen["device"]
+    key = inputs(config, platform, device, Sources())
+    promised = None if pinned is None else load(pinned)
+    if promised is not None and _serves(promised, key, config):
+        return promised
+    path = Path(config.runs_dir) / ".contracts" / f"{key}.json"
+    now = _recalled(path)
+    if now is None:
+        now = build(config, platform=platform, device=device)
+        now.save(path)
+    if promised is not None:
+        check_pinned(promised, now)
+    return now
+
+
+def _serves(contract: Contract, key: str, config: RunConfig) -> bool:
+    deployment = contract["deployment"]
+    return deployment["inputs"] == key and str(config.mesh) in deployment["programs"]
+
+
+def _recalled(path: Path) -> Contract | None:
+    try:
+        return load(path) if path.is_file() else None
+    except ContractError:
+        return None  # a damaged copy is made again
+
+
+def self_check(
+    contract: Contract,
+    config: RunConfig,
+    *,
+    mesh: Mesh,
+    executor: Runs,
+    scorer: Scorer,
+    params: Any,
+    weights_version: int,
+) -> Contract:
+    """Run the canary on the run's own engine and scorer; the contract with its evidence.
+
+    Raises:
+      ContractError: if a bit differs, naming the first layer and op where the two ways part.
+    """
+    model = resolve_model(config)
+    found = canaries.check(
+        executor,
+        engine_config(config),
+        scorer,
+        params,
+        vocab=model.vocab_size,
+        chunk=config.policy.chunk,
+        ranks=config.mesh.data,
+    )
+    if found.first is not None:
+        bisector = Bisector(model, config.policy, config.mesh, mesh, params)
+        raise ContractError(f"{canaries.describe(found)}\n{bisected(bisector, found.first)}")
+    return contract.with_evidence(found.evidence(config.mesh, weights_version))
+
+
+def bisected(bisector: Bisector, parting: canaries.Parting) -> str:
+    """Where a parting begins, in words."""
+    where = bisector.find(parting.tokens[:-1], parting.prompt_length)
+    if where is None:
+        return (
+            "op by op the two agree: the bits part only when ops are compiled together or beside "
+            "other sequences, so XLA moved arithmetic across an op's edge"
+        )
+    return f"first difference: {where}"

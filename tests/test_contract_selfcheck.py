@@ -1,0 +1,71 @@
+"""The canary and the bisecting dump: silent when all is well, precise when a fault is planted."""
+
+import dataclasses
+import functools
+
+import numpy as np
+import pytest
+
+from isojax.config import resolve_model
+from isojax.contract import startup
+from isojax.contract.bisect import Bisector
+from isojax.contract.canonical import ContractError
+from isojax.contract.cases import engine_config
+from isojax.contract.contract import Contract
+from isojax.models import blocks
+from isojax.models.init import init_params
+from isojax.sampler.executor import Executor
+from isojax.trainer.score import Scorer
+from tests.contract_util import DENSE, HYBRID, run_config, swiglu_that_counts_rows
+from tests.test_contract_files import contract
+
+CONFIG = run_config(DENSE)
+
+
+@functools.cache
+def parameters(model=DENSE):
+    return init_params(model, CONFIG.policy, CONFIG.mesh, CONFIG.mesh.mesh(), 0)
+
+
+def self_check() -> Contract:
+    """A fresh engine and scorer under the contract's self-check."""
+    static = {"model": DENSE, "policy": CONFIG.policy, "layout": CONFIG.mesh}
+    mesh, engine = CONFIG.mesh.mesh(), engine_config(CONFIG)
+    executor = Executor(
+        parameters(), **static, mesh=mesh,
+        pages=engine.pool(CONFIG.policy.chunk), slots=engine.max_sequences,
+    )  # fmt: skip
+    return startup.self_check(
+        contract(),
+        CONFIG,
+        mesh=mesh,
+        executor=executor,
+        scorer=Scorer(**static, mesh=mesh, microbatch_tokens=CONFIG.trainer.microbatch_tokens),
+        params=parameters(),
+        weights_version=7,
+    )
+
+
+def test_the_canary_meets_every_kind_of_call_and_becomes_evidence():
+    (found,) = self_check()["evidence"]
+    assert found["check"] == "canary" and found["weights_version"] == 7 and found["mesh"] == "1x1"
+    assert found["differing"] == {"decode": 0, "prefill": 0, "mixed": 0}
+    assert all(found["compared"].values()), found["compared"]
+    assert found["where"]["platform"] == "cpu"
+
+
+def test_a_fault_refuses_to_start_and_is_named(monkeypatch):
+    monkeypatch.setattr(blocks, "swiglu", swiglu_that_counts_rows)
+    with pytest.raises(ContractError) as refused:
+        self_check()
+    text = str(refused.value)
+    assert "decode differ" in text and "0x" in text
+    assert "first difference: layer 0, op swiglu" in text and "decode and train_score part" in text
+
+
+def test_bisection_finds_nothing_where_nothing_is_wrong():
+    mesh, policy = CONFIG.mesh.mesh(), CONFIG.policy
+    config = dataclasses.replace(CONFIG, model=HYBRID)
+    bisector = Bisector(resolve_model(config), policy, CONFIG.mesh, mesh, parameters(HYBRID))
+    tokens = np.random.default_rng(0).integers(0, 96, 67)
+    assert bisector.find(tokens, 62) is None
