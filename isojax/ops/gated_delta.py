@@ -33,6 +33,7 @@ from jax.tree_util import register_dataclass
 from isojax.mesh import DATA, MODEL
 from isojax.numerics.policy import Policy
 from isojax.numerics.trees import token_sum, tree_dot, tree_sum
+from isojax.ops import gated_delta_mosaic
 from isojax.ops.op import op
 
 
@@ -373,6 +374,9 @@ def _advance(policy: Policy, opened: DeltaState, tiles: _Tiles, rows: _Rows, seq
 
 
 def _forward(policy: Policy, inputs, state: DeltaState, layer, batch):
+    if policy.evaluation == "mosaic":
+        out, state, _ = _mosaic(policy, inputs, state, layer, batch, save=False)
+        return out, state
     rows = _rows(batch, state.state.shape[1], policy.chunk)
     opened = jax.tree.map(lambda x: x[layer, rows.source], state)
     tiles = _tiles(policy, inputs, opened, rows)
@@ -386,6 +390,19 @@ def _forward(policy: Policy, inputs, state: DeltaState, layer, batch):
     )
     v = inputs[2]
     return rows.put(out, v.shape[0]).astype(v.dtype), state
+
+
+def _mosaic(policy: Policy, inputs, state: DeltaState, layer, batch, save: bool):
+    q, k, v, a, b, A_log, dt_bias = inputs
+    gates = _gates(a, b, A_log, dt_bias)
+    leaves = tuple(getattr(state, f.name) for f in dataclasses.fields(state))
+    if batch.piece_rows == 1:
+        out, leaves = gated_delta_mosaic.decode(policy, (q, k, v), gates, leaves, layer, batch)
+        return out, DeltaState(*leaves), ()
+    out, leaves, saved = gated_delta_mosaic.prefill(
+        policy, (q, k, v), gates, leaves, layer, batch, save=save
+    )
+    return out, DeltaState(*leaves), saved
 
 
 # ------------------------------------------------------------------------- reference: the gradient

@@ -1,0 +1,121 @@
+"""The gated delta rule's Hopper evaluation: from ragged rows to the tiles that the kernels take, and back.
+
+Gates (g, beta) are elementwise and evaluated by XLA in every case; all other arithmetic of the forward is in
+`pallas_kernels.gated_delta_*`, so that decode and prefill differ only in which kernel holds the row.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from isojax.numerics.policy import Policy
+from pallas_kernels import gated_delta_decode, gated_delta_prefill
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiles:
+    """Chunk-aligned places of a batch's rows: row c of piece p is row c of its chunk."""
+
+    token: jax.Array  # [P, C], 0 where not valid
+    valid: jax.Array  # [P, C]
+    offset: jax.Array  # [P]
+    length: jax.Array  # [P]
+    slot: jax.Array  # [P]
+    first: jax.Array  # [S], the sequence's first piece
+    count: jax.Array  # [S], its pieces
+
+    def take(self, x: jax.Array) -> jax.Array:
+        """x [T, H, ...] -> [P, H, C, ...], zeros at rows that are not valid."""
+        rows = x[self.token]
+        keep = self.valid.reshape(self.valid.shape + (1,) * (rows.ndim - 2))
+        return jnp.moveaxis(jnp.where(keep, rows, 0), 1, 2)
+
+    def put(self, x: jax.Array, tokens: int) -> jax.Array:
+        """x [P, H, C, ...] -> [T, H, ...], zeros at tokens of no piece."""
+        x = jnp.moveaxis(x, 2, 1)
+        out = jnp.zeros((tokens, *x.shape[2:]), x.dtype)
+        return out.at[jnp.where(self.valid, self.token, tokens)].set(x, mode="drop")
+
+
+def tiles(batch: Any, chunk: int) -> Tiles:
+    """Places of the pieces of `batch`; a sequence's pieces stand side by side."""
+    sequences, pieces = batch.start.shape[0], batch.piece_len.shape[0]
+    used = batch.piece_len > 0
+    offset = jnp.where(used, batch.piece_first % chunk, 0)
+    row = jnp.arange(chunk)
+    valid = (row >= offset[:, None]) & (row < (offset + batch.piece_len)[:, None])
+    seq = jnp.where(used, batch.piece_seq, sequences)
+    index = jnp.arange(pieces, dtype=jnp.int32)
+    return Tiles(
+        token=jnp.where(valid, (batch.piece_row - offset)[:, None] + row, 0),
+        valid=valid,
+        offset=offset,
+        length=batch.piece_len,
+        slot=batch.slot[jnp.where(used, batch.piece_seq, 0)],
+        first=jnp.full((sequences,), pieces, jnp.int32).at[seq].min(index, mode="drop"),
+        count=jnp.zeros((sequences,), jnp.int32).at[seq].add(1, mode="drop"),
+    )
+
+
+def _check(policy: Policy, k: jax.Array, v: jax.Array) -> None:
+    if policy.compute_dtype != "bfloat16" or policy.delta_dtype != "bfloat16" or policy.chunk != 64:
+        raise ValueError("the Hopper evaluation computes in bfloat16 with chunks of 64")
+    if k.shape[2] % 64 or v.shape[2] % 64:
+        raise ValueError(f"head widths are multiples of 64, got {k.shape[2]} and {v.shape[2]}")
+
+
+def decode(policy: Policy, inputs, gates, state, layer, batch) -> tuple[jax.Array, tuple]:
+    """One token a sequence. state: the state's leaves (state, keys, inverse, residual, update, decay).
+
+    Returns (out [T, Hv, V], state's leaves).
+    """
+    q, k, v = inputs
+    _check(policy, k, v)
+    used = (batch.piece_len > 0).astype(jnp.int32)
+    token = jnp.where(used > 0, batch.piece_row, 0)
+    seq = jnp.where(used > 0, batch.piece_seq, 0)
+    row = batch.piece_first % policy.chunk
+    fresh = (batch.piece_first < policy.chunk).astype(jnp.int32)
+    at = jnp.reshape(layer, (1,)).astype(jnp.int32)
+    refs = [jax.new_ref(x) for x in state]
+    where = (row, used, batch.slot[seq], at)
+    g, beta = (x[token] for x in gates)
+    q, k, T, scores = gated_delta_decode.prepare_row(
+        q[token], k[token], g, beta, *where, refs[1], refs[2], refs[5], epsilon=policy.l2_epsilon
+    )
+    o = gated_delta_decode.advance_row(
+        q, k, v[token], beta, T, scores, row, used, fresh, batch.slot[seq], at,
+        (refs[0], refs[1], refs[3], refs[4], refs[5]),
+    )  # fmt: skip
+    out = jnp.zeros(v.shape, v.dtype)
+    out = out.at[jnp.where(used > 0, batch.piece_row, v.shape[0])].set(o, mode="drop")
+    return out, tuple(jax.freeze(x) for x in refs)
+
+
+def prefill(
+    policy: Policy, inputs, gates, state, layer, batch, *, save: bool
+) -> tuple[jax.Array, tuple, tuple]:
+    """Any pieces. `save`: keep what the backward reads.
+
+    Returns (out [T, Hv, V], state's leaves, saved).
+    """
+    q, k, v = inputs
+    _check(policy, k, v)
+    place = tiles(batch, policy.chunk)
+    at = jnp.reshape(layer, (1,)).astype(jnp.int32)
+    refs = [jax.new_ref(x) for x in state]
+    g, beta = (place.take(x) for x in gates)
+    q, k, G, T, scores = gated_delta_prefill.prepare(
+        place.take(q), place.take(k), g, beta, place.offset, place.slot, at,
+        refs[1], refs[2], refs[5], epsilon=policy.l2_epsilon,
+    )  # fmt: skip
+    value = place.take(v)
+    fresh = (batch.context == 0).astype(jnp.int32)
+    o, *rest = gated_delta_prefill.advance(
+        q, k, value, G, beta, T, scores, place.offset, place.length, place.first, place.count,
+        fresh, batch.slot, at, tuple(refs), save=save,
+    )  # fmt: skip
+    saved = (q, k, value, G, beta, T, scores, *rest) if save else ()
+    return place.put(o, v.shape[0]), tuple(jax.freeze(x) for x in refs), saved

@@ -1,0 +1,360 @@
+"""Gated delta rule over whole chunks: what a chunk knows without its state, then the walk over chunks.
+
+`prepare` runs over (piece, key head) and is parallel: unit keys and queries, G, the scores, T.
+`advance` runs over (sequence, value head, columns of V) and is serial over a sequence's chunks: r, d, o, S.
+A piece is a run of rows of one chunk; row c of a tile is row c of the chunk. Rows before the piece's first come
+from the open chunk that the state holds; rows after its last are zero in every input.
+"""
+
+import dataclasses
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.gated_delta_tiles import (
+    CHUNK,
+    COLUMN,
+    PARAMS,
+    ROW,
+    columns,
+    index,
+    inverse_row,
+    operand,
+    product,
+    rows,
+    running_sum,
+    unit,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiling:
+    """columns: how many columns of V one program of `advance` owns. stages: chunks in flight."""
+
+    columns: int = 64
+    stages: int = 2
+
+
+def _shape(shape: tuple[int, ...], dtype=jnp.bfloat16) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def prepare(
+    q: jax.Array,
+    k: jax.Array,
+    g: jax.Array,
+    beta: jax.Array,
+    offset: jax.Array,
+    slot: jax.Array,
+    layer: jax.Array,
+    open_keys,
+    open_inverse,
+    open_decay,
+    *,
+    epsilon: float,
+) -> tuple[jax.Array, ...]:
+    """q, k [P, Hk, C, K] bfloat16, g, beta [P, Hv, C] float32, offset, slot [P], layer [1] int32; open_* are
+    references to [layers, slots, heads, ...], read at (layer, slot) where offset > 0.
+
+    Returns unit q (times K^-1/2) and k [P, Hk, C, K], G [P, Hv, C] float32, T and the scores [P, Hv, C, C].
+    """
+    pieces, key_heads, _, width = k.shape
+    group = g.shape[1] // key_heads
+
+    def body(
+        q_gmem, k_gmem, g_gmem, beta_gmem, offset_gmem, slot_gmem, layer_gmem,
+        keys_gmem, inverse_gmem, decay_gmem,
+        q_out, k_out, G_out, T_out, scores_out,
+        q_smem, k_smem, old_smem, g_smem, beta_smem, old_G_smem, G_smem, lower_smem, T_smem,
+        low_smem, barrier, old_barrier,
+    ):  # fmt: skip
+        p, h = lax.axis_index("piece"), lax.axis_index("head")
+        plgpu.copy_gmem_to_smem(q_gmem.at[p, h], q_smem, barrier)
+        plgpu.copy_gmem_to_smem(k_gmem.at[p, h], k_smem, barrier)
+        for i in range(group):
+            plgpu.copy_gmem_to_smem(g_gmem.at[p, h * group + i], g_smem.at[i], barrier)
+            plgpu.copy_gmem_to_smem(beta_gmem.at[p, h * group + i], beta_smem.at[i], barrier)
+        at = offset_gmem[p]
+        held = (layer_gmem[0], slot_gmem[p])
+
+        def fetch(source, target):
+            plgpu.copy_gmem_to_smem(source, target, old_barrier)
+            plgpu.barrier_wait(old_barrier)
+
+        plgpu.barrier_wait(barrier)
+        tile = (CHUNK, width)
+        q_smem[...] = unit(q_smem[...].astype(jnp.float32), epsilon, width**-0.5).astype(q.dtype)
+        k_smem[...] = unit(k_smem[...].astype(jnp.float32), epsilon, 1.0).astype(k.dtype)
+
+        @pl.when(at > 0)
+        def _():
+            fetch(keys_gmem.at[*held, h], old_smem)
+            k_smem[...] = jnp.where(index(tile, 0) < at, old_smem[...], k_smem[...])
+
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(q_smem, q_out.at[p, h])
+        plgpu.copy_smem_to_gmem(k_smem, k_out.at[p, h])
+        kk = product(k_smem, k_smem.transpose((1, 0)))
+        qk = product(q_smem, k_smem.transpose((1, 0)))
+
+        square = (CHUNK, CHUNK)
+        row, column = index(square, 0), index(square, 1)
+        for first in range(0, group, 2):
+            heads = min(2, group - first)
+            for i in range(heads):
+                value_head = h * group + first + i
+
+                @pl.when(at > 0)
+                def _(value_head=value_head):
+                    fetch(decay_gmem.at[*held, value_head], old_G_smem)
+
+                G_row = running_sum(g_smem.at[first + i], at, old_G_smem)
+                G_smem[first + i] = G_row
+                G_column = plgpu.load(G_smem.at[first + i], layout=COLUMN)
+                gap = rows(G_row, CHUNK) - columns(G_column, CHUNK)
+                decay = jnp.exp(jnp.where(row >= column, gap, 0.0))
+                scores = jnp.where(row >= column, qk * decay, 0.0)
+                strength = rows(plgpu.load(beta_smem.at[first + i], layout=ROW), CHUNK)
+                lower_smem[i] = jnp.where(row > column, -(kk * decay) * strength, 0.0)
+                low_smem[i] = scores.astype(low_smem.dtype)
+
+            plgpu.commit_smem()
+            for i in range(heads):
+                value_head = h * group + first + i
+                plgpu.copy_smem_to_gmem(low_smem.at[i], scores_out.at[p, value_head])
+                plgpu.copy_smem_to_gmem(G_smem.at[first + i], G_out.at[p, value_head])
+
+            T_smem[...] = jnp.zeros((CHUNK, 2 * CHUNK), T_smem.dtype)
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+            @pl.when(at > 0)
+            def _(first=first, heads=heads):
+                for i in range(heads):
+                    fetch(inverse_gmem.at[*held, h * group + first + i], low_smem.at[i])
+                    T_smem[:, i * CHUNK : (i + 1) * CHUNK] = jnp.where(
+                        row < at, low_smem[i], jnp.zeros((), low_smem.dtype)
+                    )
+
+            def solve(i, _, heads=heads):
+                lower = tuple(partial(lambda head, j: lower_smem[head, i, j], e) for e in (0, 1))
+                T_smem[i] = inverse_row(i, lower, T_smem, heads).astype(T_smem.dtype)
+
+            lax.fori_loop(at, CHUNK, solve, None)
+            for i in range(heads):
+                half = T_smem.at[:, i * CHUNK : (i + 1) * CHUNK]
+                low_smem[i] = plgpu.load(half, layout=plgpu.Layout.WGMMA, optimized=False)
+            plgpu.commit_smem()
+            for i in range(heads):
+                plgpu.copy_smem_to_gmem(low_smem.at[i], T_out.at[p, h * group + first + i])
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+    value_heads = g.shape[1]
+    low = k.dtype
+    smem = plgpu.SMEM
+    return plgpu.kernel(
+        body,
+        out_type=[
+            _shape(q.shape),
+            _shape(k.shape),
+            _shape(g.shape, jnp.float32),
+            _shape((pieces, value_heads, CHUNK, CHUNK)),
+            _shape((pieces, value_heads, CHUNK, CHUNK)),
+        ],
+        grid=(key_heads, pieces),
+        grid_names=("head", "piece"),
+        scratch_types=[
+            operand(CHUNK, width),
+            operand(CHUNK, width),
+            operand(CHUNK, width),
+            smem((group, CHUNK), jnp.float32),
+            smem((group, CHUNK), jnp.float32),
+            smem((CHUNK,), jnp.float32),
+            smem((group, CHUNK), jnp.float32),
+            smem((2, CHUNK, CHUNK), jnp.float32),
+            smem((CHUNK, 2 * CHUNK), low),
+            operand(2, CHUNK, CHUNK),
+            plgpu.Barrier(num_arrivals=2 + 2 * group),
+            plgpu.Barrier(),
+        ],
+        compiler_params=PARAMS,
+    )(q, k, g, beta, offset, slot, layer, open_keys, open_inverse, open_decay)
+
+
+def advance(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    G: jax.Array,
+    beta: jax.Array,
+    T: jax.Array,
+    scores: jax.Array,
+    offset: jax.Array,
+    length: jax.Array,
+    first: jax.Array,
+    count: jax.Array,
+    fresh: jax.Array,
+    slot: jax.Array,
+    layer: jax.Array,
+    held: tuple,
+    *,
+    save: bool,
+    tiling: Tiling = Tiling(),
+) -> tuple[jax.Array, ...]:
+    """q, k [P, Hk, C, K], v [P, Hv, C, V], T, scores [P, Hv, C, C] bfloat16, G, beta [P, Hv, C] float32;
+    offset, length [P]; first piece, count of pieces, fresh (starts from zero) and slot [S]; layer [1] int32.
+    held: references to the state's leaves (state, keys, inverse, residual, update, decay), updated at
+    (layer, slot) for every sequence with a piece.
+
+    Returns o [P, Hv, C, V] bfloat16; with `save` also each chunk's entry state, bfloat16 [P, Hv, K, V], and d
+    [P, Hv, C, V].
+    """
+    pieces, key_heads, _, width = k.shape
+    value_heads, value_width = v.shape[1], v.shape[3]
+    group = value_heads // key_heads
+    block = min(tiling.columns, value_width)
+    stages = tiling.stages
+    low = k.dtype
+
+    def body(
+        q_gmem, k_gmem, v_gmem, G_gmem, beta_gmem, T_gmem, scores_gmem,
+        offset_gmem, length_gmem, first_gmem, count_gmem, fresh_gmem, slot_gmem, layer_gmem,
+        state_gmem, keys_gmem, inverse_gmem, residual_gmem, update_gmem, decay_gmem,
+        *rest,
+    ):  # fmt: skip
+        outputs, scratch = (rest[:3], rest[3:]) if save else (rest[:1], rest[1:])
+        (
+            q_smem, k_smem, v_smem, G_smem, beta_smem, T_smem, scores_smem,
+            S_smem, r_smem, d_smem, faded_smem, o_smem, full_smem, barriers, held_barrier,
+        ) = scratch  # fmt: skip
+        s, h, b = lax.axis_index("sequence"), lax.axis_index("head"), lax.axis_index("block")
+        key_head = lax.div(h, jnp.int32(group))
+        here = pl.ds(b * block, block)
+        start, steps = first_gmem[s], count_gmem[s]
+        where = (layer_gmem[0], slot_gmem[s])
+
+        def fetch(i):
+            p, stage = start + i, lax.rem(i, jnp.int32(stages))
+            barrier = barriers.at[stage]
+            plgpu.copy_gmem_to_smem(q_gmem.at[p, key_head], q_smem.at[stage], barrier)
+            plgpu.copy_gmem_to_smem(k_gmem.at[p, key_head], k_smem.at[stage], barrier)
+            plgpu.copy_gmem_to_smem(v_gmem.at[p, h, :, here], v_smem.at[stage], barrier)
+            plgpu.copy_gmem_to_smem(G_gmem.at[p, h], G_smem.at[stage], barrier)
+            plgpu.copy_gmem_to_smem(beta_gmem.at[p, h], beta_smem.at[stage], barrier)
+            plgpu.copy_gmem_to_smem(T_gmem.at[p, h], T_smem.at[stage], barrier)
+            plgpu.copy_gmem_to_smem(scores_gmem.at[p, h], scores_smem.at[stage], barrier)
+
+        @pl.when(steps > 0)
+        def _():
+            for i in range(stages - 1):
+                pl.when(i < steps)(partial(fetch, jnp.int32(i)))
+
+            @pl.when(fresh_gmem[s] == 0)
+            def _():
+                plgpu.copy_gmem_to_smem(state_gmem.at[*where, h, :, here], full_smem, held_barrier)
+                plgpu.barrier_wait(held_barrier)
+
+            entry = plgpu.load(full_smem, layout=plgpu.Layout.WGMMA, optimized=False)
+            entry = jnp.where(fresh_gmem[s] == 0, entry, 0.0)
+
+            def chunk(i, S):
+                p, stage = start + i, lax.rem(i, jnp.int32(stages))
+                at, rows_end = offset_gmem[p], offset_gmem[p] + length_gmem[p]
+                plgpu.barrier_wait(barriers.at[stage])
+                keys, queries = k_smem.at[stage], q_smem.at[stage]
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                S_smem[...] = S.astype(low)
+                plgpu.commit_smem()
+                pl.when(i + stages - 1 < steps)(partial(fetch, i + stages - 1))
+                seen = product(keys, S_smem)
+                read = product(queries, S_smem)
+                G_row = plgpu.load(G_smem.at[stage], layout=ROW)
+                grown = rows(jnp.exp(G_row), block)
+                strength = rows(plgpu.load(beta_smem.at[stage], layout=ROW), block)
+                value = v_smem[stage].astype(jnp.float32)
+                r_smem[...] = (strength * (value - grown * seen)).astype(low)
+
+                @pl.when((i == 0) & (at > 0))
+                def _():
+                    plgpu.copy_gmem_to_smem(
+                        residual_gmem.at[*where, h, :, here], d_smem, held_barrier
+                    )
+                    plgpu.barrier_wait(held_barrier)
+                    before = index((CHUNK, block), 0) < at
+                    r_smem[...] = jnp.where(before, d_smem[...], r_smem[...])
+
+                plgpu.commit_smem()
+                d = product(T_smem.at[stage], r_smem).astype(low)
+                d_smem[...] = d
+                G_end = G_smem[stage, CHUNK - 1]
+                fade = rows(jnp.exp(G_end - G_row), block)
+                faded_smem[...] = (fade * d.astype(jnp.float32)).astype(low)
+                plgpu.commit_smem()
+                o = grown * read + product(scores_smem.at[stage], d_smem)
+                o_smem[...] = o.astype(low)
+                new = product(keys.transpose((1, 0)), faded_smem)
+                plgpu.commit_smem()
+                plgpu.copy_smem_to_gmem(o_smem, outputs[0].at[p, h, :, here])
+                if save:
+                    plgpu.copy_smem_to_gmem(S_smem, outputs[1].at[p, h, :, here])
+                    plgpu.copy_smem_to_gmem(d_smem, outputs[2].at[p, h, :, here])
+                decay = jnp.exp(jnp.full((width, block), G_end))
+                return jnp.where(rows_end == CHUNK, decay * S + new, S)
+
+            S = lax.fori_loop(0, steps, chunk, entry)
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            full_smem[...] = S
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(full_smem, state_gmem.at[*where, h, :, here])
+            last = start + steps - 1
+
+            @pl.when(offset_gmem[last] + length_gmem[last] < CHUNK)
+            def _():
+                stage = lax.rem(steps - 1, jnp.int32(stages))
+                plgpu.copy_smem_to_gmem(r_smem, residual_gmem.at[*where, h, :, here])
+                plgpu.copy_smem_to_gmem(d_smem, update_gmem.at[*where, h, :, here])
+
+                @pl.when(b == 0)
+                def _():
+                    plgpu.copy_smem_to_gmem(T_smem.at[stage], inverse_gmem.at[*where, h])
+                    plgpu.copy_smem_to_gmem(G_smem.at[stage], decay_gmem.at[*where, h])
+
+                    @pl.when(lax.rem(h, jnp.int32(group)) == 0)
+                    def _():
+                        plgpu.copy_smem_to_gmem(k_smem.at[stage], keys_gmem.at[*where, key_head])
+
+            plgpu.wait_smem_to_gmem(0)
+
+    out = [_shape(v.shape)]
+    if save:
+        out += [_shape((pieces, value_heads, width, value_width)), _shape(v.shape)]
+    smem = plgpu.SMEM
+    return plgpu.kernel(
+        body,
+        out_type=out,
+        grid=(first.shape[0], value_heads, value_width // block),
+        grid_names=("sequence", "head", "block"),
+        scratch_types=[
+            operand(stages, CHUNK, width),
+            operand(stages, CHUNK, width),
+            operand(stages, CHUNK, block),
+            smem((stages, CHUNK), jnp.float32),
+            smem((stages, CHUNK), jnp.float32),
+            operand(stages, CHUNK, CHUNK),
+            operand(stages, CHUNK, CHUNK),
+            operand(width, block),
+            operand(CHUNK, block),
+            operand(CHUNK, block),
+            operand(CHUNK, block),
+            operand(CHUNK, block),
+            smem((width, block), jnp.float32),
+            plgpu.Barrier(num_arrivals=7, num_barriers=stages),
+            plgpu.Barrier(),
+        ],
+        compiler_params=PARAMS,
+    )(
+        q, k, v, G, beta, T, scores, offset, length, first, count, fresh, slot, layer, *held
+    )  # fmt: skip

@@ -1,0 +1,91 @@
+"""The gated delta kernels, in interpret mode against the reference, and lowered at the 35B shapes."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from isojax.batch import Bucket, Segment, build
+from isojax.numerics.policy import Policy
+from isojax.ops.gated_delta import gated_delta, init_state
+
+HK, HV, K, V, C = 1, 2, 64, 64, 64
+MOSAIC, REFERENCE = Policy(evaluation="mosaic"), Policy()
+WEIGHTS = jnp.asarray([0.3, -0.5], jnp.float32), jnp.asarray([1.0, -1.0], jnp.float32)
+
+
+def tokens(length, seed):
+    rng = np.random.default_rng(seed)
+    draw = lambda *s: jnp.asarray(rng.normal(size=(length, *s)), jnp.bfloat16)  # noqa: E731
+    return draw(HK, K), draw(HK, K), draw(HV, V), draw(HV), draw(HV)
+
+
+def dirty(policy):
+    return jax.tree.map(
+        lambda x: jnp.full_like(x, jnp.nan), init_state(2, 3, HK, HV, K, V, policy)
+    )
+
+
+def feed(policy, state, portions, piece_rows=C):
+    """portions: (sequence arrays, slot, first, end) -> outputs, one array, and the state."""
+    count = sum(end - first for _, _, first, end in portions)
+    bucket = Bucket(count + 3, 3, 5, 1, C) if piece_rows == C else Bucket(3, 3, 3, 1, 1)
+    batch = build([Segment([0] * (e - f), f, [], s) for _, s, f, e in portions], bucket, C)
+    pad = bucket.tokens - count
+    rows = []
+    for i in range(5):
+        x = jnp.concatenate([arrays[i][f:e] for arrays, _, f, e in portions])
+        rows.append(jnp.pad(x, [(0, pad)] + [(0, 0)] * (x.ndim - 1), constant_values=jnp.nan))
+    with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams()):
+        out, state = gated_delta(*rows, *WEIGHTS, state, jnp.int32(1), batch, policy=policy)
+    out = np.asarray(out.astype(jnp.float32))
+    assert not out[count:].any()
+    return out[:count], state
+
+
+def close(x, y, bound=4e-3):
+    assert np.linalg.norm(x - y) <= bound * np.linalg.norm(y)
+
+
+def test_prefill_in_portions_and_decode_agree_with_the_reference():
+    x, y = tokens(75, 1), tokens(70, 2)
+    results = []
+    for policy in (REFERENCE, MOSAIC):
+        state, outs = dirty(policy), []
+        # x: 62 tokens, then one past the chunk's end by decode, then the rest of it; y: at once.
+        out, state = feed(policy, state, [(y, 0, 0, 70), (x, 2, 0, 62)])
+        outs.append(out)
+        for t in (62, 63, 64):
+            out, state = feed(policy, state, [(x, 2, t, t + 1)], 1)
+            outs.append(out)
+        out, state = feed(policy, state, [(x, 2, 65, 75)])
+        outs.append(out)
+        results.append((outs, state))
+    for mine, want in zip(results[1][0], results[0][0], strict=True):
+        close(mine, want)
+    whole, _ = feed(MOSAIC, dirty(MOSAIC), [(x, 1, 0, 75)])
+    close(np.concatenate([results[1][0][0][70:], *results[1][0][1:]]), whole, 2e-3)
+    for mine, want in zip(
+        jax.tree.leaves(results[1][1]), jax.tree.leaves(results[0][1]), strict=True
+    ):
+        mine, want = (np.asarray(z.astype(jnp.float32)) for z in (mine, want))
+        assert np.isnan(mine[0]).all() and np.isnan(mine[1, 1]).all()
+        rows = slice(None) if mine.ndim == 5 and mine.shape[3] != C else slice(0, 6)
+        close(mine[1, [0, 2]][:, :, rows], want[1, [0, 2]][:, :, rows])
+
+
+@pytest.mark.parametrize("piece_rows", [C, 1])
+def test_lowers_at_35b_shapes(piece_rows):
+    count = 128 if piece_rows == C else 4
+    shape = lambda *s, dtype=jnp.bfloat16: jax.ShapeDtypeStruct(s, dtype)  # noqa: E731
+    bucket = Bucket(count, 4, 4, 1, piece_rows)
+    batch = build([Segment([0], 70, [], 0)], bucket, C)
+    state = jax.eval_shape(lambda: init_state(3, 4, 16, 32, 128, 128, MOSAIC))
+    args = (
+        shape(count, 16, 128), shape(count, 16, 128), shape(count, 32, 128), shape(count, 32),
+        shape(count, 32), shape(32, dtype=jnp.float32), shape(32, dtype=jnp.float32), state,
+        shape(dtype=jnp.int32), batch,
+    )  # fmt: skip
+    lowered = gated_delta.trace(*args, policy=MOSAIC).lower(lowering_platforms=("cuda",))
+    assert lowered.as_text().count("mosaic_gpu") >= 2
