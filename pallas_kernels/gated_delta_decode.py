@@ -80,8 +80,8 @@ def prepare_row(
         def one():
             plgpu.copy_gmem_to_smem(keys_gmem.at[*where, h], k_smem, barrier)
             tile = lambda x: columns(_vector(x.at[s, h]), CHUNK).astype(jnp.float32)  # noqa: E731
-            query = unit(tile(q_gmem), epsilon, width**-0.5).astype(q.dtype)
-            key = unit(tile(k_gmem), epsilon, 1.0).astype(k.dtype)
+            query = unit(tile(q_gmem), epsilon, width**-0.5)[0].astype(q.dtype)
+            key = unit(tile(k_gmem), epsilon, 1.0)[0].astype(k.dtype)
             q_row[...] = any_row(query)
             k_row[...] = any_row(key)
             plgpu.barrier_wait(barrier)
@@ -211,12 +211,6 @@ def advance_row(
             tile = lambda x: columns(_vector(x), CHUNK)  # noqa: E731
             seen = replicated_product(tile(k_gmem.at[s, key_head]), k_smem, S_smem)
             read = replicated_product(tile(q_gmem.at[s, key_head]), k_smem, S_smem)
-
-            @pl.when(i == CHUNK - 1)
-            def _():
-                source = keys_gmem.at[where[0], where[1], key_head]
-                plgpu.copy_gmem_to_smem(source, k_smem, keys_barrier)
-
             shape = (CHUNK, block)
             grown = jnp.exp(jnp.full(shape, decay_gmem[*where, i]))
             strength = jnp.full(shape, beta_gmem[s, h])
@@ -225,7 +219,13 @@ def advance_row(
             r_row[...] = any_row(r)
             plgpu.barrier_wait(barrier)
             r_smem[...] = _joined(i, r_smem[...], r)
-            plgpu.commit_smem()
+            plgpu.commit_smem()  # every warp is done with k_smem
+
+            @pl.when(i == CHUNK - 1)
+            def _():
+                source = keys_gmem.at[where[0], where[1], key_head]
+                plgpu.copy_gmem_to_smem(source, k_smem, keys_barrier)
+
             d = replicated_product(tile(T_gmem.at[s, h]), x_smem, r_smem).astype(low)
             d_row[...] = any_row(d)
             d_smem[...] = _joined(i, d_smem[...], d)

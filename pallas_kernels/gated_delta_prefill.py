@@ -60,17 +60,19 @@ def prepare(
     """q, k [P, Hk, C, K] bfloat16, g, beta [P, Hv, C] float32, offset, slot [P], layer [1] int32; open_* are
     references to [layers, slots, heads, ...], read at (layer, slot) where offset > 0.
 
-    Returns unit q (times K^-1/2) and k [P, Hk, C, K], G [P, Hv, C] float32, T and the scores [P, Hv, C, C].
+    Returns unit q (times K^-1/2) and k [P, Hk, C, K], the factors that made them unit [P, Hk, 2, C] float32, G
+    [P, Hv, C] float32, T and the scores [P, Hv, C, C].
     """
     pieces, key_heads, _, width = k.shape
-    group = g.shape[1] // key_heads
+    value_heads, low = g.shape[1], k.dtype
+    group = value_heads // key_heads
 
     def body(
         q_gmem, k_gmem, g_gmem, beta_gmem, offset_gmem, slot_gmem, layer_gmem,
         keys_gmem, inverse_gmem, decay_gmem,
-        q_out, k_out, G_out, T_out, scores_out,
+        q_out, k_out, factor_out, G_out, T_out, scores_out,
         q_smem, k_smem, old_smem, g_smem, beta_smem, old_G_smem, G_smem, lower_smem, T_smem,
-        low_smem, barrier, old_barrier,
+        low_smem, factor_smem, barrier, old_barrier,
     ):  # fmt: skip
         p, h = lax.axis_index("piece"), lax.axis_index("head")
         plgpu.copy_gmem_to_smem(q_gmem.at[p, h], q_smem, barrier)
@@ -87,8 +89,10 @@ def prepare(
 
         plgpu.barrier_wait(barrier)
         tile = (CHUNK, width)
-        q_smem[...] = unit(q_smem[...].astype(jnp.float32), epsilon, width**-0.5).astype(q.dtype)
-        k_smem[...] = unit(k_smem[...].astype(jnp.float32), epsilon, 1.0).astype(k.dtype)
+        for i, (x_smem, scale) in enumerate(((q_smem, width**-0.5), (k_smem, 1.0))):
+            x, factor = unit(x_smem[...].astype(jnp.float32), epsilon, scale)
+            x_smem[...] = x.astype(low)
+            factor_smem[i] = factor
 
         @pl.when(at > 0)
         def _():
@@ -98,6 +102,7 @@ def prepare(
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(q_smem, q_out.at[p, h])
         plgpu.copy_smem_to_gmem(k_smem, k_out.at[p, h])
+        plgpu.copy_smem_to_gmem(factor_smem, factor_out.at[p, h])
         kk = product(k_smem, k_smem.transpose((1, 0)))
         qk = product(q_smem, k_smem.transpose((1, 0)))
 
@@ -152,14 +157,13 @@ def prepare(
                 plgpu.copy_smem_to_gmem(low_smem.at[i], T_out.at[p, h * group + first + i])
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-    value_heads = g.shape[1]
-    low = k.dtype
     smem = plgpu.SMEM
     return plgpu.kernel(
         body,
         out_type=[
             _shape(q.shape),
             _shape(k.shape),
+            _shape((pieces, key_heads, 2, CHUNK), jnp.float32),
             _shape(g.shape, jnp.float32),
             _shape((pieces, value_heads, CHUNK, CHUNK)),
             _shape((pieces, value_heads, CHUNK, CHUNK)),
@@ -177,6 +181,7 @@ def prepare(
             smem((2, CHUNK, CHUNK), jnp.float32),
             smem((CHUNK, 2 * CHUNK), low),
             operand(2, CHUNK, CHUNK),
+            smem((2, CHUNK), jnp.float32),
             plgpu.Barrier(num_arrivals=2 + 2 * group),
             plgpu.Barrier(),
         ],

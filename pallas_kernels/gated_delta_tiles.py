@@ -63,11 +63,11 @@ def index(shape: tuple[int, int], dimension: int) -> jax.Array:
     return plgpu.broadcasted_iota(jnp.int32, shape, dimension, layout=plgpu.Layout.WGMMA)
 
 
-def unit(x: jax.Array, epsilon: float, scale: float) -> jax.Array:
-    """Rows of x [M, K] float32, to length `scale`."""
+def unit(x: jax.Array, epsilon: float, scale: float) -> tuple[jax.Array, jax.Array]:
+    """Rows of x [M, K] float32 at length `scale`, and the factors [M] that make them unit."""
     squares = lax.optimization_barrier(x * x)
     factor = lax.rsqrt(jnp.sum(squares, axis=1) + epsilon)
-    return x * rows(factor, x.shape[1]) * scale
+    return x * rows(factor, x.shape[1]) * scale, factor
 
 
 def running_sum(given, at, held) -> jax.Array:

@@ -75,6 +75,27 @@ def test_prefill_in_portions_and_decode_agree_with_the_reference():
         close(mine[1, [0, 2]][:, :, rows], want[1, [0, 2]][:, :, rows])
 
 
+def test_gradient_agrees_with_the_reference():
+    sequences = [tokens(75, 3), tokens(53, 4)]
+    segments = [Segment([0] * len(x[0]), 0, [], i) for i, x in enumerate(sequences)]
+    batch = build(segments, Bucket(136, 3, 4, 1, C), C)
+    args = [jnp.concatenate(x) for x in zip(*sequences, strict=True)]
+    args = [jnp.pad(x, [(0, 8)] + [(0, 0)] * (x.ndim - 1)) for x in args]
+    weight = jnp.asarray(np.random.default_rng(5).normal(size=args[2].shape), jnp.float32)
+    results = []
+    for policy in (REFERENCE, MOSAIC):
+
+        def loss(*x, policy=policy):
+            out = gated_delta(*x, dirty(policy), jnp.int32(0), batch, policy=policy)[0]
+            return jnp.sum(out.astype(jnp.float32) * weight)
+
+        with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams()):
+            results.append(jax.grad(loss, tuple(range(7)))(*args, *WEIGHTS))
+    for mine, want in zip(*reversed(results), strict=True):
+        assert mine.dtype == want.dtype
+        close(*(np.asarray(x.astype(jnp.float32)) for x in (mine, want)), 1e-2)
+
+
 @pytest.mark.parametrize("piece_rows", [C, 1])
 def test_lowers_at_35b_shapes(piece_rows):
     count = 128 if piece_rows == C else 4

@@ -126,12 +126,19 @@ def _gated_delta(policy, leaves, inputs, state, layer, batch):
 
 
 def _gated_delta_fwd(policy, leaves, inputs, state, layer, batch):
+    if policy.evaluation == "mosaic":
+        out, state, saved = _mosaic(policy, inputs, state, layer, batch, save=True)
+        return (out, state), (inputs, saved)
     return _forward(policy, inputs, state, layer, batch), (inputs, batch)
 
 
 def _gated_delta_bwd(policy, leaves, saved, cotangents):
-    inputs, batch = saved
-    return _backward(policy, leaves, inputs, batch, cotangents[0]), None, None, None
+    inputs, rest = saved
+    if policy.evaluation == "mosaic":
+        by_token = gated_delta_mosaic.backward(rest, cotangents[0])
+    else:
+        by_token = _backward(policy, inputs, rest, cotangents[0])
+    return _through_gates(leaves, inputs, by_token), None, None, None
 
 
 _gated_delta.defvjp(_gated_delta_fwd, _gated_delta_bwd)
@@ -408,9 +415,10 @@ def _mosaic(policy: Policy, inputs, state: DeltaState, layer, batch, save: bool)
 # ------------------------------------------------------------------------- reference: the gradient
 
 
-def _backward(policy: Policy, leaves: int, inputs, batch, d_out):
-    """Gradients of the inputs for whole sequences. Products' operands are rounded to `policy.delta`."""
-    q, k, v, a, b, A_log, dt_bias = inputs
+def _backward(policy: Policy, inputs, batch, d_out):
+    """Gradients of q, k, v, g and beta by token, for whole sequences. Products' operands are rounded to
+    `policy.delta`."""
+    q, k, v = inputs[:3]
     tokens, heads, groups = v.shape[0], v.shape[1], v.shape[1] // k.shape[1]
     sequences = batch.start.shape[0]
     rows = _rows(batch, 0, policy.chunk)
@@ -488,14 +496,20 @@ def _backward(policy: Policy, leaves: int, inputs, batch, d_out):
     d_q = through_unit(q, joined(d_q) * q.shape[-1] ** -0.5)
     d_k = through_unit(k, joined(d_k_row + d_k_column))
 
-    d_g, d_beta = rows.put(d_g, tokens), rows.put(d_beta, tokens)
+    return tuple(rows.put(x, tokens) for x in (d_q, d_k, d_v, d_g, d_beta))
+
+
+def _through_gates(leaves: int, inputs, by_token):
+    """From the gradients of q, k, v, g and beta to those of the op's inputs."""
+    q, k, v, a, b, A_log, dt_bias = inputs
+    d_q, d_k, d_v, d_g, d_beta = by_token
     g, beta = _gates(a, b, A_log, dt_bias)
     d_x = d_g * (-jnp.exp(A_log)) * jax.nn.sigmoid(a.astype(jnp.float32) + dt_bias)
     d_b = d_beta * (beta * (1 - beta))
     return (
-        rows.put(d_q, tokens).astype(q.dtype),
-        rows.put(d_k, tokens).astype(k.dtype),
-        rows.put(d_v, tokens).astype(v.dtype),
+        d_q.astype(q.dtype),
+        d_k.astype(k.dtype),
+        d_v.astype(v.dtype),
         d_x.astype(a.dtype),
         d_b.astype(b.dtype),
         token_sum(d_g * g, leaves).astype(A_log.dtype),

@@ -5,15 +5,23 @@ Gates (g, beta) are elementwise and evaluated by XLA in every case; all other ar
 """
 
 import dataclasses
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.tree_util import register_dataclass
 
 from isojax.numerics.policy import Policy
-from pallas_kernels import gated_delta_decode, gated_delta_prefill
+from isojax.numerics.trees import tree_sum
+from pallas_kernels import gated_delta_backward, gated_delta_decode, gated_delta_prefill
 
 
+@partial(
+    register_dataclass,
+    data_fields=["token", "valid", "offset", "length", "slot", "first", "count"],
+    meta_fields=[],
+)
 @dataclasses.dataclass(frozen=True)
 class Tiles:
     """Chunk-aligned places of a batch's rows: row c of piece p is row c of its chunk."""
@@ -107,7 +115,7 @@ def prefill(
     at = jnp.reshape(layer, (1,)).astype(jnp.int32)
     refs = [jax.new_ref(x) for x in state]
     g, beta = (place.take(x) for x in gates)
-    q, k, G, T, scores = gated_delta_prefill.prepare(
+    q, k, factors, G, T, scores = gated_delta_prefill.prepare(
         place.take(q), place.take(k), g, beta, place.offset, place.slot, at,
         refs[1], refs[2], refs[5], epsilon=policy.l2_epsilon,
     )  # fmt: skip
@@ -117,5 +125,30 @@ def prefill(
         q, k, value, G, beta, T, scores, place.offset, place.length, place.first, place.count,
         fresh, batch.slot, at, tuple(refs), save=save,
     )  # fmt: skip
-    saved = (q, k, value, G, beta, T, scores, *rest) if save else ()
+    saved = (place, q, k, factors, value, G, beta, T, scores, *rest) if save else ()
     return place.put(o, v.shape[0]), tuple(jax.freeze(x) for x in refs), saved
+
+
+def backward(saved: tuple, d_out: jax.Array) -> tuple[jax.Array, ...]:
+    """Gradients by token from what `prefill` saved and d_out [T, Hv, V].
+
+    Returns d_q, d_k [T, Hk, K], d_v [T, Hv, V] in bfloat16, d_g, d_beta [T, Hv] float32.
+    """
+    place, q, k, factors, v, G, beta, T, scores, entry, d = saved
+    tokens = d_out.shape[0]
+    d_o = place.take(d_out)
+    d_residual, d_after = gated_delta_backward.retreat(
+        q, k, d_o, G, beta, T, scores, place.first, place.count
+    )
+    d_q, d_k, d_v, d_G, d_beta, faded, stated = gated_delta_backward.gradients(
+        q, k, factors, v, G, beta, d_o, d, d_residual, entry, d_after
+    )
+    # G of the last row also decays the state and every row's share in the next one.
+    last = tree_sum(faded) + jnp.exp(G[..., -1]) * tree_sum(stated)
+    d_G = d_G.at[..., -1].add(last)
+    # g of row j enters G of rows j and later: sums from the end, by doubling.
+    step = 1
+    while step < d_G.shape[-1]:
+        d_G = d_G + jnp.pad(d_G[..., step:], ((0, 0), (0, 0), (0, step)))
+        step *= 2
+    return tuple(place.put(x, tokens) for x in (d_q, d_k, d_v, d_G, d_beta))
