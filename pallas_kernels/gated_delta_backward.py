@@ -31,6 +31,7 @@ from pallas_kernels.gated_delta_tiles import (
     operand,
     product,
     rows,
+    two_products,
 )
 
 TILE = plgpu.Layout.WGMMA
@@ -93,29 +94,37 @@ def retreat(
                 p, stage = end - i, lax.rem(i, jnp.int32(stages))
                 plgpu.barrier_wait(barriers.at[stage])
                 keys, queries = k_smem.at[stage], q_smem.at[stage]
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                plgpu.wait_smem_to_gmem(1, wait_read_only=True)  # that of dS is over
                 d_S_smem[...] = d_after.astype(low)
                 G_row = plgpu.load(G_smem.at[stage], layout=ROW)
                 grown = rows(jnp.exp(G_row), block)
                 d_o = d_o_smem[stage].astype(jnp.float32)
                 grown_smem[...] = (grown * d_o).astype(low)
                 plgpu.commit_smem()
+                plgpu.copy_smem_to_gmem(d_S_smem, d_S_out.at[p, h, :, here])
                 pl.when(i + stages - 1 < steps)(partial(fetch, i + stages - 1))
                 G_end = G_smem[stage, CHUNK - 1]
                 fade = rows(jnp.exp(G_end - G_row), block)
-                d_d = product(scores_smem.at[stage].transpose((1, 0)), d_o_smem.at[stage])
-                d_d_smem[...] = (d_d + fade * product(keys, d_S_smem)).astype(low)
+                d_read, d_kept = two_products(
+                    (scores_smem.at[stage].transpose((1, 0)), d_o_smem.at[stage]),
+                    (keys, d_S_smem),
+                    lambda x: x,
+                )
+                d_d_smem[...] = (d_read + fade * d_kept).astype(low)
                 plgpu.commit_smem()
-                d_r = product(T_smem.at[stage].transpose((1, 0)), d_d_smem).astype(low)
+                d_r = product((T_smem.at[stage].transpose((1, 0)), d_d_smem)).astype(low)
+                plgpu.wait_smem_to_gmem(1, wait_read_only=True)  # that of the last dr is over
                 d_r_smem[...] = d_r
                 strength = rows(plgpu.load(beta_smem.at[stage], layout=ROW), block)
                 strong = strength * grown * d_r.astype(jnp.float32)
                 strong_smem[...] = strong.astype(low)
                 plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(d_S_smem, d_S_out.at[p, h, :, here])
                 plgpu.copy_smem_to_gmem(d_r_smem, d_r_out.at[p, h, :, here])
-                read = product(queries.transpose((1, 0)), grown_smem)
-                removed = product(keys.transpose((1, 0)), strong_smem)
+                read, removed = two_products(
+                    (queries.transpose((1, 0)), grown_smem),
+                    (keys.transpose((1, 0)), strong_smem),
+                    lambda x: x,
+                )
                 decay = jnp.exp(jnp.full((width, block), G_end))
                 return decay * d_after + (read - removed)
 
@@ -148,6 +157,7 @@ def retreat(
             plgpu.Barrier(num_arrivals=7, num_barriers=stages),
         ],
         compiler_params=PARAMS,
+        kernel_name="gated_delta_retreat",
     )(q, k, d_o, G, beta, T, scores, first, count)
 
 
@@ -218,43 +228,43 @@ def gradients(
             beta_row = plgpu.load(beta_smem, layout=ROW)
             gap = rows(G_row, CHUNK) - columns(plgpu.load(G_smem, layout=COLUMN), CHUNK)
             decay = jnp.exp(jnp.where(row >= column, gap, 0.0))
-            d_qk = product(d_o_smem, d_smem.transpose((1, 0))) * decay
+            d_qk = product((d_o_smem, d_smem.transpose((1, 0)))) * decay
             d_qk_smem[...] = jnp.where(row >= column, d_qk, 0.0).astype(low)
-            d_lower = -product(d_r_smem, d_smem.transpose((1, 0))) * decay
+            d_lower = -product((d_r_smem, d_smem.transpose((1, 0)))) * decay
             d_lower = jnp.where(row > column, d_lower, 0.0)
             d_kk_smem[...] = (d_lower * rows(beta_row, CHUNK)).astype(low)
-            d_beta = along(product(k_smem, k_smem.transpose((1, 0))), d_lower)
+            d_beta = along(product((k_smem, k_smem.transpose((1, 0)))), d_lower)
             plgpu.commit_smem()
 
             # What rows read from the entry state.
             plgpu.barrier_wait(state_barrier)
             grown_row = jnp.exp(G_row)
             grown = rows(grown_row, width)
-            d_q = grown * product(d_o_smem, S_smem.transpose((1, 0)))
-            d_q = d_q + product(d_qk_smem, k_smem)
+            d_q = grown * product((d_o_smem, S_smem.transpose((1, 0))))
+            d_q = d_q + product((d_qk_smem, k_smem))
             d_G = along(q_smem[...], d_q)
             d_q_smem[...] = d_q if e == 0 else plain(d_q_smem) + d_q
-            removed = grown * product(d_r_smem, S_smem.transpose((1, 0)))
+            removed = grown * product((d_r_smem, S_smem.transpose((1, 0))))
             value = v_smem[...].astype(jnp.float32)
             d_residual = d_r_smem[...].astype(jnp.float32)
             d_beta = d_beta + (along(value, d_residual) - along(k_smem[...], removed))
-            d_k = product(d_kk_smem, k_smem) - rows(beta_row, width) * removed
+            d_k = product((d_kk_smem, k_smem)) - rows(beta_row, width) * removed
             d_G = d_G + along(k_smem[...], d_k)
             d_k_smem[...] = d_k if e == 0 else plain(d_k_smem) + d_k
-            state = S_smem[...].astype(jnp.float32)
+            state = S_smem[...]
             v_smem[...] = (rows(beta_row, value_width) * d_residual).astype(low)
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(v_smem, d_v_out.at[p, head])
 
             # What they left for the exit state, and for later rows.
             plgpu.copy_gmem_to_smem(d_after_gmem.at[p, head], S_smem, state_barrier)
-            d_k = product(d_qk_smem.transpose((1, 0)), q_smem)
-            d_k = d_k + product(d_kk_smem.transpose((1, 0)), k_smem)
+            d_k = product((d_qk_smem.transpose((1, 0)), q_smem))
+            d_k = d_k + product((d_kk_smem.transpose((1, 0)), k_smem))
             plgpu.barrier_wait(state_barrier)
             stated_smem[...] = along(state, S_smem[...].astype(jnp.float32))
             G_end = G_smem[CHUNK - 1]
             fade = rows(jnp.exp(G_end - G_row), width)
-            fold = fade * product(d_smem, S_smem.transpose((1, 0)))
+            fold = fade * product((d_smem, S_smem.transpose((1, 0))))
             faded_smem[...] = along(k_smem[...], fold)
             d_k = d_k + fold
             d_G_smem[...] = d_G - along(k_smem[...], d_k)
@@ -323,4 +333,5 @@ def gradients(
             plgpu.Barrier(),
         ],
         compiler_params=PARAMS,
+        kernel_name="gated_delta_gradients",
     )(q, k, factors, v, G, beta, d_o, d, d_r, entry, d_after)

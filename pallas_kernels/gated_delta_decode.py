@@ -1,11 +1,13 @@
 """Gated delta rule, one token for each of many sequences.
 
-The same tiles as the prefill kernels, every row of which holds the one token: row i of a tile is then at hand
-wherever row i of the chunk is wanted. `prepare_row` makes row i of k, T, the scores and G and keeps them;
-`advance_row` makes r, d and o from S, and folds the chunk into S when the row completes it.
-"""
+A token's rows stand as columns of narrow products: S^T [V, K] times [q k ...] [K, 8] and so on. A tensor core
+sums K in the same order whichever side an operand is on and however wide the other one is, so each element has
+the bits that the prefill kernels, with rows of whole chunks, give it.
 
-from functools import partial
+`normalize` makes unit q and k of many tokens at once; `prepare_row`, over (sequence, key head), makes row i of k,
+G, T and the scores; `advance_row`, over (sequence, value head, columns of V), makes r, d and o from S, and folds
+the chunk into S when the row completes it.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -18,34 +20,73 @@ from pallas_kernels.gated_delta_tiles import (
     COLUMN,
     PARAMS,
     ROW,
-    any_row,
     columns,
     index,
-    inverse_row,
     operand,
+    pick,
     product,
-    replicated_product,
     rows,
+    solve_row,
     unit,
 )
 
 TILE = plgpu.Layout.WGMMA
-
-
-def _vector(source) -> jax.Array:
-    return plgpu.load(source, layout=COLUMN, optimized=False)
+# The narrowest right-hand side of a tensor core product.
+NARROW = 8
 
 
 def _joined(i, held: jax.Array, row: jax.Array) -> jax.Array:
-    """held [C, N] before row i, `row` (repeated) at row i, zeros after."""
+    """held [C, N] before row i, row [N] (column layout) at row i, zeros after."""
     at = index(held.shape, 0)
     zero = jnp.zeros(held.shape, held.dtype)
-    return jnp.where(at < i, held, jnp.where(at == i, row, zero))
+    return jnp.where(at < i, held, jnp.where(at == i, columns(row, held.shape[0]), zero))
+
+
+def _every_row(x, size: int) -> jax.Array:
+    """A scalar as a vector in row layout."""
+    return plgpu.layout_cast(jnp.full((size,), x), ROW)
+
+
+def normalize(q: jax.Array, k: jax.Array, *, epsilon: float) -> jax.Array:
+    """q, k [N, K] bfloat16, N a multiple of 64 -> [N, 8, K]: unit q times K^-1/2, unit k, then anything."""
+    count, width = k.shape
+
+    parts = width // 64
+
+    def body(q_gmem, k_gmem, out, q_smem, k_smem, barrier):
+        here = pl.ds(lax.axis_index("tile") * CHUNK, CHUNK)
+        part = lambda e: slice(64 * e, 64 * (e + 1))  # noqa: E731
+        for e in range(parts):
+            plgpu.copy_gmem_to_smem(q_gmem.at[here, part(e)], q_smem.at[e], barrier)
+            plgpu.copy_gmem_to_smem(k_gmem.at[here, part(e)], k_smem.at[e], barrier)
+        plgpu.barrier_wait(barrier)
+        for x_smem, scale in ((q_smem, width**-0.5), (k_smem, 1.0)):
+            tiles = [x_smem[e].astype(jnp.float32) for e in range(parts)]
+            for e, x in enumerate(unit(tiles, epsilon, scale)[0]):
+                x_smem[e] = x.astype(k.dtype)
+        plgpu.commit_smem()
+        for e in range(parts):
+            plgpu.copy_smem_to_gmem(q_smem.at[e], out.at[here, 0, part(e)])
+            plgpu.copy_smem_to_gmem(k_smem.at[e], out.at[here, 1, part(e)])
+        plgpu.wait_smem_to_gmem(0)
+
+    return plgpu.kernel(
+        body,
+        out_type=jax.ShapeDtypeStruct((count, NARROW, width), k.dtype),
+        grid=(count // CHUNK,),
+        grid_names=("tile",),
+        scratch_types=[
+            operand(parts, CHUNK, 64),
+            operand(parts, CHUNK, 64),
+            plgpu.Barrier(num_arrivals=2 * parts),
+        ],
+        compiler_params=PARAMS,
+        kernel_name="gated_delta_normalize",
+    )(q, k)
 
 
 def prepare_row(
-    q: jax.Array,
-    k: jax.Array,
+    x: jax.Array,
     g: jax.Array,
     beta: jax.Array,
     row: jax.Array,
@@ -55,23 +96,22 @@ def prepare_row(
     keys,
     inverse,
     decay,
-    *,
-    epsilon: float,
-) -> tuple[jax.Array, ...]:
-    """q, k [S, Hk, K] bfloat16, g, beta [S, Hv] float32; row (of the chunk), used, slot [S], layer [1] int32.
-    keys, inverse, decay: references to the state's leaves; row `row` of (layer, slot) is written.
+) -> jax.Array:
+    """x [S * Hk or more, 8, K] of `normalize`, bfloat16; g, beta [S, Hv] float32; row (of the chunk), used, slot
+    [S], layer [1] int32. keys, inverse, decay: references to the state's leaves; row `row` of (layer, slot) is
+    written.
 
-    Returns unit q (times K^-1/2), k [S, Hk, K], row of T and of the scores [S, Hv, C], bfloat16.
+    Returns [S, Hv, 8, C] bfloat16: the row of T, that of the scores, then anything.
     """
-    sequences, key_heads, width = k.shape
-    value_heads = g.shape[1]
+    sequences, value_heads = g.shape
+    key_heads, width = keys.shape[2], x.shape[2]
     group = value_heads // key_heads
 
     def body(
-        q_gmem, k_gmem, g_gmem, beta_gmem, row_gmem, used_gmem, slot_gmem, layer_gmem,
+        x_gmem, g_gmem, beta_gmem, row_gmem, used_gmem, slot_gmem, layer_gmem,
         keys_gmem, inverse_gmem, decay_gmem,
-        q_out, k_out, T_out, scores_out,
-        k_smem, x_smem, T_smem, lower_smem, q_row, k_row, T_row, scores_row, barrier,
+        out,
+        k_smem, x_smem, k_row, T_smem, lower_smem, T_row, scores_row, barrier,
     ):  # fmt: skip
         s, h = lax.axis_index("sequence"), lax.axis_index("head")
         i = row_gmem[s]
@@ -79,161 +119,156 @@ def prepare_row(
 
         def one():
             plgpu.copy_gmem_to_smem(keys_gmem.at[*where, h], k_smem, barrier)
-            tile = lambda x: columns(_vector(x.at[s, h]), CHUNK).astype(jnp.float32)  # noqa: E731
-            query = unit(tile(q_gmem), epsilon, width**-0.5)[0].astype(q.dtype)
-            key = unit(tile(k_gmem), epsilon, 1.0)[0].astype(k.dtype)
-            q_row[...] = any_row(query)
-            k_row[...] = any_row(key)
+            plgpu.copy_gmem_to_smem(x_gmem.at[s * key_heads + h], x_smem, barrier)
+            plgpu.copy_gmem_to_smem(x_gmem.at[s * key_heads + h, 1], k_row, barrier)
+            held_T, held_G, before = [], [], []
+            for e in range(group):
+                head = (*where, h * group + e)
+                held_T.append(plgpu.load(inverse_gmem.at[*head], layout=TILE, optimized=False))
+                held_G.append(plgpu.load(decay_gmem.at[*head], layout=ROW, optimized=False))
+                before.append(decay_gmem[*head, jnp.maximum(i - 1, 0)])
             plgpu.barrier_wait(barrier)
-            k_smem[...] = _joined(i, k_smem[...], key)
+            k_smem[...] = _joined(i, k_smem[...], plgpu.load(k_row, layout=COLUMN))
             plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(q_row, q_out.at[s, h])
-            plgpu.copy_smem_to_gmem(k_row, k_out.at[s, h])
             plgpu.copy_smem_to_gmem(k_row, keys_gmem.at[*where, h, i])
-            kk = replicated_product(key, x_smem, k_smem.transpose((1, 0)))
-            qk = replicated_product(query, x_smem, k_smem.transpose((1, 0)))
+            both = product((k_smem, x_smem.transpose((1, 0))))
+            qk, kk = pick(both, 0), pick(both, 1)
 
-            square = (CHUNK, CHUNK)
-            tile_row, column = index(square, 0), index(square, 1)
+            column = plgpu.broadcasted_iota(jnp.int32, (CHUNK,), 0, layout=ROW)
+            known = index((CHUNK, CHUNK), 0) < i
+            nothing = jnp.zeros((CHUNK, CHUNK), x.dtype)
             for first in range(0, group, 2):
                 heads = min(2, group - first)
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                if first:
+                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 for e in range(heads):
                     value_head = h * group + first + e
-                    before = decay_gmem[*where, value_head, jnp.maximum(i - 1, 0)]
-                    G = jnp.where(i > 0, before, 0.0) + g_gmem[s, value_head]
-                    G_held = columns(_vector(decay_gmem.at[*where, value_head]), CHUNK)
-                    G_column = jnp.where(column == i, jnp.full(square, G), G_held)
-                    gap = jnp.full(square, G) - G_column
+                    G = jnp.where(i > 0, before[first + e], 0.0) + g_gmem[s, value_head]
+                    G_row = _every_row(G, CHUNK)
+                    gap = G_row - jnp.where(column == i, G_row, held_G[first + e])
                     weight = jnp.exp(jnp.where(column <= i, gap, 0.0))
                     scores = jnp.where(column <= i, qk * weight, 0.0)
-                    strength = jnp.full(square, beta_gmem[s, value_head])
-                    lower = jnp.where(column < i, -(kk * weight) * strength, 0.0)
-                    scores_row[e] = any_row(scores).astype(scores_row.dtype)
-                    lower_smem[e] = any_row(lower)
-                    held = plgpu.load(
-                        inverse_gmem.at[*where, value_head], layout=TILE, optimized=False
-                    )
-                    T_smem[:, e * CHUNK : (e + 1) * CHUNK] = jnp.where(
-                        tile_row < i, held, jnp.zeros(square, held.dtype)
-                    )
+                    strength = _every_row(beta_gmem[s, value_head], CHUNK)
+                    lower_smem[e] = jnp.where(column < i, -(kk * weight) * strength, 0.0)
+                    scores_row[e] = scores.astype(scores_row.dtype)
+                    T = jnp.where(known, held_T[first + e], nothing).astype(jnp.float32)
+                    T_smem[:, e * CHUNK : (e + 1) * CHUNK] = T
                     decay_gmem[*where, value_head, i] = G
-                lower = tuple(partial(lambda e, j: lower_smem[e, j], e) for e in (0, 1))
-                T_row[...] = inverse_row(i, lower, T_smem, heads).astype(T_row.dtype)
+                plgpu.commit_smem()
+                T_row[...] = solve_row(i, lower_smem, T_smem, heads).astype(T_row.dtype)
                 plgpu.commit_smem()
                 for e in range(heads):
                     value_head = h * group + first + e
                     half = T_row.at[e * CHUNK : (e + 1) * CHUNK]
-                    plgpu.copy_smem_to_gmem(half, T_out.at[s, value_head])
+                    plgpu.copy_smem_to_gmem(half, out.at[s, value_head, 0])
+                    plgpu.copy_smem_to_gmem(scores_row.at[e], out.at[s, value_head, 1])
                     plgpu.copy_smem_to_gmem(half, inverse_gmem.at[*where, value_head, i])
-                    plgpu.copy_smem_to_gmem(scores_row.at[e], scores_out.at[s, value_head])
             plgpu.wait_smem_to_gmem(0)
 
         pl.when(used_gmem[s] > 0)(one)
 
-    low, smem = k.dtype, plgpu.SMEM
+    low, smem = x.dtype, plgpu.SMEM
     return plgpu.kernel(
         body,
-        out_type=[
-            jax.ShapeDtypeStruct(q.shape, low),
-            jax.ShapeDtypeStruct(k.shape, low),
-            jax.ShapeDtypeStruct((sequences, value_heads, CHUNK), low),
-            jax.ShapeDtypeStruct((sequences, value_heads, CHUNK), low),
-        ],
+        out_type=jax.ShapeDtypeStruct((sequences, value_heads, NARROW, CHUNK), low),
         grid=(key_heads, sequences),
         grid_names=("head", "sequence"),
         scratch_types=[
             operand(CHUNK, width),
-            operand(CHUNK, width),
-            smem((CHUNK, 2 * CHUNK), low),
+            operand(NARROW, width),
+            smem((width,), low),
+            smem((CHUNK, 2 * CHUNK), jnp.float32),
             smem((2, CHUNK), jnp.float32),
-            smem((width,), low),
-            smem((width,), low),
             smem((2 * CHUNK,), low),
             smem((2, CHUNK), low),
-            plgpu.Barrier(),
+            plgpu.Barrier(num_arrivals=3),
         ],
         compiler_params=PARAMS,
-    )(q, k, g, beta, row, used, slot, layer, keys, inverse, decay)
+        kernel_name="gated_delta_prepare_row",
+    )(x, g, beta, row, used, slot, layer, keys, inverse, decay)
 
 
 def advance_row(
-    q: jax.Array,
-    k: jax.Array,
+    x: jax.Array,
     v: jax.Array,
     beta: jax.Array,
-    T: jax.Array,
-    scores: jax.Array,
+    y: jax.Array,
     row: jax.Array,
     used: jax.Array,
     first_chunk: jax.Array,
     slot: jax.Array,
     layer: jax.Array,
     held: tuple,
-    *,
-    block: int = 64,
 ) -> jax.Array:
-    """q, k [S, Hk, K], v [S, Hv, V], T, scores [S, Hv, C] bfloat16, beta [S, Hv] float32; row, used,
-    first_chunk (the state before the chunk is zero), slot [S], layer [1] int32. held: references to state,
-    keys, residual, update and decay; the last must hold the token's row of keys and decay already.
+    """x [S * Hk or more, 8, K] of `normalize`, v [S, Hv, V], y [S, Hv, 8, C] of `prepare_row`, bfloat16, beta
+    [S, Hv] float32; row, used, first_chunk (the state before the chunk is zero), slot [S], layer [1] int32.
+    held: references to state, keys, residual, update and decay; keys and decay hold the token's row already.
 
     Returns o [S, Hv, V] bfloat16.
     """
-    sequences, key_heads, width = k.shape
-    value_heads, value_width = v.shape[1:]
+    key_heads, width = held[1].shape[2], x.shape[2]
+    sequences, value_heads, value_width = v.shape
     group = value_heads // key_heads
-    block = min(block, value_width)
-    low = k.dtype
+    block, parts = 64, width // 64
+    low = x.dtype
 
     def body(
-        q_gmem, k_gmem, v_gmem, beta_gmem, T_gmem, scores_gmem,
-        row_gmem, used_gmem, fresh_gmem, slot_gmem, layer_gmem,
+        x_gmem, v_gmem, beta_gmem, y_gmem, row_gmem, used_gmem, fresh_gmem, slot_gmem, layer_gmem,
         state_gmem, keys_gmem, residual_gmem, update_gmem, decay_gmem,
         out,
-        S_smem, r_smem, d_smem, k_smem, x_smem, r_row, d_row, o_row, barrier, keys_barrier,
+        S_smem, r_smem, d_smem, x_smem, y_smem, v_row, r_row, d_row, o_row, barrier, keys_barrier,
     ):  # fmt: skip
         s, h, b = lax.axis_index("sequence"), lax.axis_index("head"), lax.axis_index("block")
         key_head = lax.div(h, jnp.int32(group))
         i = row_gmem[s]
         where = (layer_gmem[0], slot_gmem[s], h)
         here = pl.ds(b * block, block)
+        part = lambda e: slice(e * 64, (e + 1) * 64)  # noqa: E731
+
+        def entry(e):
+            source = state_gmem.at[*where, part(e), here]
+            S = plgpu.load(source, layout=TILE, optimized=False)
+            return jnp.where(fresh_gmem[s] == 0, S, 0.0)
 
         def one():
             plgpu.copy_gmem_to_smem(residual_gmem.at[*where, :, here], r_smem, barrier)
             plgpu.copy_gmem_to_smem(update_gmem.at[*where, :, here], d_smem, barrier)
-
-            def entry():
-                S = plgpu.load(state_gmem.at[*where, :, here], layout=TILE, optimized=False)
-                return jnp.where(fresh_gmem[s] == 0, S, 0.0)
-
-            S_smem[...] = entry().astype(low)
-            plgpu.commit_smem()
-            tile = lambda x: columns(_vector(x), CHUNK)  # noqa: E731
-            seen = replicated_product(tile(k_gmem.at[s, key_head]), k_smem, S_smem)
-            read = replicated_product(tile(q_gmem.at[s, key_head]), k_smem, S_smem)
-            shape = (CHUNK, block)
-            grown = jnp.exp(jnp.full(shape, decay_gmem[*where, i]))
-            strength = jnp.full(shape, beta_gmem[s, h])
-            value = columns(_vector(v_gmem.at[s, h, here]), CHUNK).astype(jnp.float32)
-            r = (strength * (value - grown * seen)).astype(low)
-            r_row[...] = any_row(r)
+            plgpu.copy_gmem_to_smem(y_gmem.at[s, h], y_smem, barrier)
+            plgpu.copy_gmem_to_smem(v_gmem.at[s, h, here], v_row, barrier)
+            for e in range(parts):
+                source = x_gmem.at[s * key_heads + key_head, :, part(e)]
+                plgpu.copy_gmem_to_smem(source, x_smem.at[e], barrier)
+            G, strength = decay_gmem[*where, i], beta_gmem[s, h]
+            for e in range(parts):
+                S_smem[e] = entry(e).astype(low)
             plgpu.barrier_wait(barrier)
-            r_smem[...] = _joined(i, r_smem[...], r)
-            plgpu.commit_smem()  # every warp is done with k_smem
+            plgpu.commit_smem()
+
+            turned = lambda ref: ref.transpose((1, 0))  # noqa: E731
+            both = product(*((turned(S_smem.at[e]), turned(x_smem.at[e])) for e in range(parts)))
+            read, seen = pick(both, 0), pick(both, 1)
+            grown = jnp.exp(_every_row(G, block))
+            value = plgpu.load(v_row, layout=ROW).astype(jnp.float32)
+            r_row[...] = (_every_row(strength, block) * (value - grown * seen)).astype(low)
+            plgpu.commit_smem()
+            r_smem[...] = _joined(i, r_smem[...], plgpu.load(r_row, layout=COLUMN))
+            plgpu.commit_smem()  # every warp is done with S_smem
 
             @pl.when(i == CHUNK - 1)
             def _():
-                source = keys_gmem.at[where[0], where[1], key_head]
-                plgpu.copy_gmem_to_smem(source, k_smem, keys_barrier)
+                for e in range(parts):
+                    source = keys_gmem.at[where[0], where[1], key_head, :, part(e)]
+                    plgpu.copy_gmem_to_smem(source, S_smem.at[e], keys_barrier)
 
-            d = replicated_product(tile(T_gmem.at[s, h]), x_smem, r_smem).astype(low)
-            d_row[...] = any_row(d)
-            d_smem[...] = _joined(i, d_smem[...], d)
+            weights = turned(y_smem)
+            d_row[...] = pick(product((turned(r_smem), weights)), 0).astype(low)
+            plgpu.commit_smem()
+            d_smem[...] = _joined(i, d_smem[...], plgpu.load(d_row, layout=COLUMN))
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(r_row, residual_gmem.at[*where, i, here])
             plgpu.copy_smem_to_gmem(d_row, update_gmem.at[*where, i, here])
-            o = grown * read + replicated_product(tile(scores_gmem.at[s, h]), x_smem, d_smem)
-            o_row[...] = any_row(o.astype(low))
+            o = grown * read + pick(product((turned(d_smem), weights)), 1)
+            o_row[...] = o.astype(low)
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(o_row, out.at[s, h, here])
 
@@ -245,9 +280,10 @@ def advance_row(
                 r_smem[...] = (fade * d_smem[...].astype(jnp.float32)).astype(low)
                 plgpu.barrier_wait(keys_barrier)
                 plgpu.commit_smem()
-                new = product(k_smem.transpose((1, 0)), r_smem)
-                decay = jnp.exp(jnp.full((width, block), G_end))
-                state_gmem[*where, :, here] = decay * entry() + new
+                decay = jnp.exp(jnp.full((64, block), G_end))
+                for e in range(parts):
+                    new = product((turned(S_smem.at[e]), r_smem))
+                    state_gmem[*where, part(e), here] = decay * entry(e) + new
 
             plgpu.wait_smem_to_gmem(0)
 
@@ -260,16 +296,18 @@ def advance_row(
         grid=(value_width // block, value_heads, sequences),
         grid_names=("block", "head", "sequence"),
         scratch_types=[
-            operand(width, block),
+            operand(parts, 64, block),
             operand(CHUNK, block),
             operand(CHUNK, block),
-            operand(CHUNK, width),
-            operand(CHUNK, CHUNK),
+            operand(parts, NARROW, 64),
+            operand(NARROW, CHUNK),
             smem((block,), low),
             smem((block,), low),
             smem((block,), low),
-            plgpu.Barrier(num_arrivals=2),
-            plgpu.Barrier(),
+            smem((block,), low),
+            plgpu.Barrier(num_arrivals=4 + parts),
+            plgpu.Barrier(num_arrivals=parts),
         ],
         compiler_params=PARAMS,
-    )(q, k, v, beta, T, scores, row, used, first_chunk, slot, layer, *held)
+        kernel_name="gated_delta_advance_row",
+    )(x, v, beta, y, row, used, first_chunk, slot, layer, *held)

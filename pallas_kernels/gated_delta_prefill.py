@@ -22,13 +22,17 @@ from pallas_kernels.gated_delta_tiles import (
     ROW,
     columns,
     index,
-    inverse_row,
     operand,
     product,
     rows,
-    running_sum,
+    running_sums,
+    solve,
+    two_products,
     unit,
 )
+
+
+TILE = plgpu.Layout.WGMMA
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,95 +71,98 @@ def prepare(
     value_heads, low = g.shape[1], k.dtype
     group = value_heads // key_heads
 
+    parts = width // 64
+
     def body(
         q_gmem, k_gmem, g_gmem, beta_gmem, offset_gmem, slot_gmem, layer_gmem,
         keys_gmem, inverse_gmem, decay_gmem,
         q_out, k_out, factor_out, G_out, T_out, scores_out,
-        q_smem, k_smem, old_smem, g_smem, beta_smem, old_G_smem, G_smem, lower_smem, T_smem,
-        low_smem, factor_smem, barrier, old_barrier,
+        q_smem, k_smem, g_smem, beta_smem, held_smem, G_smem, factor_smem, tile_smem,
+        barrier, held_barrier,
     ):  # fmt: skip
         p, h = lax.axis_index("piece"), lax.axis_index("head")
-        plgpu.copy_gmem_to_smem(q_gmem.at[p, h], q_smem, barrier)
-        plgpu.copy_gmem_to_smem(k_gmem.at[p, h], k_smem, barrier)
-        for i in range(group):
-            plgpu.copy_gmem_to_smem(g_gmem.at[p, h * group + i], g_smem.at[i], barrier)
-            plgpu.copy_gmem_to_smem(beta_gmem.at[p, h * group + i], beta_smem.at[i], barrier)
+        part = lambda e: slice(64 * e, 64 * (e + 1))  # noqa: E731
+        for e in range(parts):
+            plgpu.copy_gmem_to_smem(q_gmem.at[p, h, :, part(e)], q_smem.at[e], barrier)
+            plgpu.copy_gmem_to_smem(k_gmem.at[p, h, :, part(e)], k_smem.at[e], barrier)
+        for e in range(group):
+            plgpu.copy_gmem_to_smem(g_gmem.at[p, h * group + e], g_smem.at[e], barrier)
+            plgpu.copy_gmem_to_smem(beta_gmem.at[p, h * group + e], beta_smem.at[e], barrier)
         at = offset_gmem[p]
-        held = (layer_gmem[0], slot_gmem[p])
+        where = (layer_gmem[0], slot_gmem[p])
 
-        def fetch(source, target):
-            plgpu.copy_gmem_to_smem(source, target, old_barrier)
-            plgpu.barrier_wait(old_barrier)
+        @pl.when(at > 0)
+        def _():
+            for e in range(group):
+                source = decay_gmem.at[*where, h * group + e]
+                plgpu.copy_gmem_to_smem(source, held_smem.at[e], held_barrier)
+            plgpu.barrier_wait(held_barrier)
 
         plgpu.barrier_wait(barrier)
-        tile = (CHUNK, width)
+        square = (CHUNK, CHUNK)
+        row, column = index(square, 0), index(square, 1)
         for i, (x_smem, scale) in enumerate(((q_smem, width**-0.5), (k_smem, 1.0))):
-            x, factor = unit(x_smem[...].astype(jnp.float32), epsilon, scale)
-            x_smem[...] = x.astype(low)
+            tiles = [x_smem[e].astype(jnp.float32) for e in range(parts)]
+            tiles, factor = unit(tiles, epsilon, scale)
+            for e in range(parts):
+                x_smem[e] = tiles[e].astype(low)
             factor_smem[i] = factor
 
         @pl.when(at > 0)
         def _():
-            fetch(keys_gmem.at[*held, h], old_smem)
-            k_smem[...] = jnp.where(index(tile, 0) < at, old_smem[...], k_smem[...])
+            for e in range(parts):
+                source = keys_gmem.at[*where, h, :, part(e)]
+                old = plgpu.load(source, layout=TILE, optimized=False)
+                k_smem[e] = jnp.where(row < at, old, k_smem[e])
 
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(q_smem, q_out.at[p, h])
-        plgpu.copy_smem_to_gmem(k_smem, k_out.at[p, h])
+        for e in range(parts):
+            plgpu.copy_smem_to_gmem(q_smem.at[e], q_out.at[p, h, :, part(e)])
+            plgpu.copy_smem_to_gmem(k_smem.at[e], k_out.at[p, h, :, part(e)])
         plgpu.copy_smem_to_gmem(factor_smem, factor_out.at[p, h])
-        kk = product(k_smem, k_smem.transpose((1, 0)))
-        qk = product(q_smem, k_smem.transpose((1, 0)))
+        keys = [k_smem.at[e].transpose((1, 0)) for e in range(parts)]
+        kk = product(*((k_smem.at[e], keys[e]) for e in range(parts)))
+        qk = product(*((q_smem.at[e], keys[e]) for e in range(parts)))
+        each = lambda ref: [ref.at[e] for e in range(group)]  # noqa: E731
+        for e, G in enumerate(running_sums(each(g_smem), at, each(held_smem))):
+            G_smem[e] = G
+        plgpu.commit_smem()
 
-        square = (CHUNK, CHUNK)
-        row, column = index(square, 0), index(square, 1)
-        for first in range(0, group, 2):
-            heads = min(2, group - first)
-            for i in range(heads):
-                value_head = h * group + first + i
-
-                @pl.when(at > 0)
-                def _(value_head=value_head):
-                    fetch(decay_gmem.at[*held, value_head], old_G_smem)
-
-                G_row = running_sum(g_smem.at[first + i], at, old_G_smem)
-                G_smem[first + i] = G_row
-                G_column = plgpu.load(G_smem.at[first + i], layout=COLUMN)
+        low_smem = q_smem
+        for start in range(0, group, 2):
+            heads = min(2, group - start)
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            for e in range(heads):
+                head = h * group + start + e
+                G_row = plgpu.load(G_smem.at[start + e], layout=ROW)
+                G_column = plgpu.load(G_smem.at[start + e], layout=COLUMN)
                 gap = rows(G_row, CHUNK) - columns(G_column, CHUNK)
                 decay = jnp.exp(jnp.where(row >= column, gap, 0.0))
-                scores = jnp.where(row >= column, qk * decay, 0.0)
-                strength = rows(plgpu.load(beta_smem.at[first + i], layout=ROW), CHUNK)
-                lower_smem[i] = jnp.where(row > column, -(kk * decay) * strength, 0.0)
-                low_smem[i] = scores.astype(low_smem.dtype)
+                low_smem[e] = jnp.where(row >= column, qk * decay, 0.0).astype(low)
+                strength = rows(plgpu.load(beta_smem.at[start + e], layout=ROW), CHUNK)
+                lower = jnp.where(row > column, -(kk * decay) * strength, 0.0)
+                tile_smem[:, part(e)] = lower
+
+                @pl.when(at > 0)
+                def _(e=e, head=head, lower=lower):
+                    source = inverse_gmem.at[*where, head]
+                    T = plgpu.load(source, layout=TILE, optimized=False).astype(jnp.float32)
+                    tile_smem[:, part(e)] = jnp.where(row < at, T, lower)
 
             plgpu.commit_smem()
-            for i in range(heads):
-                value_head = h * group + first + i
-                plgpu.copy_smem_to_gmem(low_smem.at[i], scores_out.at[p, value_head])
-                plgpu.copy_smem_to_gmem(G_smem.at[first + i], G_out.at[p, value_head])
-
-            T_smem[...] = jnp.zeros((CHUNK, 2 * CHUNK), T_smem.dtype)
+            for e in range(heads):
+                head = h * group + start + e
+                plgpu.copy_smem_to_gmem(low_smem.at[e], scores_out.at[p, head])
+                plgpu.copy_smem_to_gmem(G_smem.at[start + e], G_out.at[p, head])
+            solve(tile_smem, at, heads)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-
-            @pl.when(at > 0)
-            def _(first=first, heads=heads):
-                for i in range(heads):
-                    fetch(inverse_gmem.at[*held, h * group + first + i], low_smem.at[i])
-                    T_smem[:, i * CHUNK : (i + 1) * CHUNK] = jnp.where(
-                        row < at, low_smem[i], jnp.zeros((), low_smem.dtype)
-                    )
-
-            def solve(i, _, heads=heads):
-                lower = tuple(partial(lambda head, j: lower_smem[head, i, j], e) for e in (0, 1))
-                T_smem[i] = inverse_row(i, lower, T_smem, heads).astype(T_smem.dtype)
-
-            lax.fori_loop(at, CHUNK, solve, None)
-            for i in range(heads):
-                half = T_smem.at[:, i * CHUNK : (i + 1) * CHUNK]
-                low_smem[i] = plgpu.load(half, layout=plgpu.Layout.WGMMA, optimized=False)
+            for e in range(heads):
+                T = plgpu.load(tile_smem.at[:, part(e)], layout=TILE, optimized=False)
+                low_smem[e] = T.astype(low)
             plgpu.commit_smem()
-            for i in range(heads):
-                plgpu.copy_smem_to_gmem(low_smem.at[i], T_out.at[p, h * group + first + i])
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            for e in range(heads):
+                plgpu.copy_smem_to_gmem(low_smem.at[e], T_out.at[p, h * group + start + e])
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     smem = plgpu.SMEM
     return plgpu.kernel(
@@ -171,21 +178,19 @@ def prepare(
         grid=(key_heads, pieces),
         grid_names=("head", "piece"),
         scratch_types=[
-            operand(CHUNK, width),
-            operand(CHUNK, width),
-            operand(CHUNK, width),
+            operand(max(2, parts), CHUNK, 64),
+            operand(max(2, parts), CHUNK, 64),
             smem((group, CHUNK), jnp.float32),
             smem((group, CHUNK), jnp.float32),
-            smem((CHUNK,), jnp.float32),
             smem((group, CHUNK), jnp.float32),
-            smem((2, CHUNK, CHUNK), jnp.float32),
-            smem((CHUNK, 2 * CHUNK), low),
-            operand(2, CHUNK, CHUNK),
+            smem((group, CHUNK), jnp.float32),
             smem((2, CHUNK), jnp.float32),
-            plgpu.Barrier(num_arrivals=2 + 2 * group),
-            plgpu.Barrier(),
+            smem((CHUNK, 2 * CHUNK), jnp.float32),
+            plgpu.Barrier(num_arrivals=2 * parts + 2 * group),
+            plgpu.Barrier(num_arrivals=group),
         ],
         compiler_params=PARAMS,
+        kernel_name="gated_delta_prepare",
     )(q, k, g, beta, offset, slot, layer, open_keys, open_inverse, open_decay)
 
 
@@ -270,42 +275,53 @@ def advance(
                 at, rows_end = offset_gmem[p], offset_gmem[p] + length_gmem[p]
                 plgpu.barrier_wait(barriers.at[stage])
                 keys, queries = k_smem.at[stage], q_smem.at[stage]
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                if save:  # the copies of S and d may still run, that of o need not be over
+                    plgpu.wait_smem_to_gmem(1, wait_read_only=True)
                 S_smem[...] = S.astype(low)
                 plgpu.commit_smem()
+                if save:
+                    plgpu.copy_smem_to_gmem(S_smem, outputs[1].at[p, h, :, here])
                 pl.when(i + stages - 1 < steps)(partial(fetch, i + stages - 1))
-                seen = product(keys, S_smem)
-                read = product(queries, S_smem)
                 G_row = plgpu.load(G_smem.at[stage], layout=ROW)
                 grown = rows(jnp.exp(G_row), block)
                 strength = rows(plgpu.load(beta_smem.at[stage], layout=ROW), block)
                 value = v_smem[stage].astype(jnp.float32)
-                r_smem[...] = (strength * (value - grown * seen)).astype(low)
 
-                @pl.when((i == 0) & (at > 0))
-                def _():
-                    plgpu.copy_gmem_to_smem(
-                        residual_gmem.at[*where, h, :, here], d_smem, held_barrier
-                    )
-                    plgpu.barrier_wait(held_barrier)
-                    before = index((CHUNK, block), 0) < at
-                    r_smem[...] = jnp.where(before, d_smem[...], r_smem[...])
+                def write_residual(seen):
+                    r_smem[...] = (strength * (value - grown * seen)).astype(low)
 
+                    @pl.when((i == 0) & (at > 0))
+                    def _():
+                        source = residual_gmem.at[*where, h, :, here]
+                        old = plgpu.load(source, layout=TILE, optimized=False)
+                        before = index((CHUNK, block), 0) < at
+                        r_smem[...] = jnp.where(before, old, r_smem[...])
+
+                    return ()
+
+                _, read = two_products((keys, S_smem), (queries, S_smem), write_residual)
                 plgpu.commit_smem()
-                d = product(T_smem.at[stage], r_smem).astype(low)
+                d = product((T_smem.at[stage], r_smem)).astype(low)
                 d_smem[...] = d
                 G_end = G_smem[stage, CHUNK - 1]
                 fade = rows(jnp.exp(G_end - G_row), block)
                 faded_smem[...] = (fade * d.astype(jnp.float32)).astype(low)
                 plgpu.commit_smem()
-                o = grown * read + product(scores_smem.at[stage], d_smem)
-                o_smem[...] = o.astype(low)
-                new = product(keys.transpose((1, 0)), faded_smem)
+                if save:
+                    plgpu.copy_smem_to_gmem(d_smem, outputs[2].at[p, h, :, here])
+                plgpu.wait_smem_to_gmem(2 if save else 0, wait_read_only=True)
+
+                def write_output(within):
+                    o_smem[...] = (grown * read + within).astype(low)
+                    return ()
+
+                _, new = two_products(
+                    (scores_smem.at[stage], d_smem),
+                    (keys.transpose((1, 0)), faded_smem),
+                    write_output,
+                )
                 plgpu.commit_smem()
                 plgpu.copy_smem_to_gmem(o_smem, outputs[0].at[p, h, :, here])
-                if save:
-                    plgpu.copy_smem_to_gmem(S_smem, outputs[1].at[p, h, :, here])
-                    plgpu.copy_smem_to_gmem(d_smem, outputs[2].at[p, h, :, here])
                 decay = jnp.exp(jnp.full((width, block), G_end))
                 return jnp.where(rows_end == CHUNK, decay * S + new, S)
 
@@ -360,6 +376,7 @@ def advance(
             plgpu.Barrier(),
         ],
         compiler_params=PARAMS,
+        kernel_name="gated_delta_advance",
     )(
         q, k, v, G, beta, T, scores, offset, length, first, count, fresh, slot, layer, *held
     )  # fmt: skip

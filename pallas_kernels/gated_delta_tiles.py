@@ -13,11 +13,14 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 CHUNK = 64
 ROW = plgpu.Layout.WGMMA.reduce(1)
 COLUMN = plgpu.Layout.WGMMA.reduce(0)
-# Terms of T's row recurrence that one loop step adds.
-UNROLL = 8
+# Rows of T that are solved side by side, and terms that one step of their recurrence adds.
+GROUP = 4
 
 
-PARAMS = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane)
+# Shared memory is synchronised where a kernel says so (`commit_smem`, `wait_smem_to_gmem`), not around every store.
+PARAMS = plgpu.CompilerParams(
+    lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
+)
 
 
 def operand(*shape: int, dtype=jnp.bfloat16):
@@ -27,26 +30,37 @@ def operand(*shape: int, dtype=jnp.bfloat16):
     return plgpu.SMEM(shape, dtype, transforms=transforms)
 
 
-def product(a, b) -> jax.Array:
-    """a [M, K] times b [K, N], references to shared memory -> float32 [M, N], K in order."""
+def product(*pairs) -> jax.Array:
+    """Sum over `pairs` of a [M, K] times b [K, N], references to shared memory -> float32 [M, N].
+
+    K is summed in order, one pair after the other.
+    """
+    shape = (pairs[0][0].shape[0], pairs[0][1].shape[1])
 
     def scope(accumulator):
-        plgpu.wgmma(accumulator, a, b)
+        for a, b in pairs:
+            plgpu.wgmma(accumulator, a, b)
         return accumulator[...]
 
-    return pl.run_scoped(scope, plgpu.ACC((a.shape[0], b.shape[1]), jnp.float32))
+    return pl.run_scoped(scope, plgpu.ACC(shape, jnp.float32))
 
 
-def replicated_product(a: jax.Array, buffer, b) -> jax.Array:
-    """`product` of a tile [64, K] in registers, by way of `buffer` in shared memory."""
-    buffer[...] = a
-    plgpu.commit_smem()
-    return product(buffer, b)
+def two_products(first, second, use) -> tuple[jax.Array, jax.Array]:
+    """(use(first product), second product), each given as a pair; `use` overlaps the second."""
+
+    def scope(one, two):
+        plgpu.wgmma(one, *first)
+        plgpu.wgmma(two, *second)
+        used = use(plgpu.wgmma_accumulator_load(one, wait_n=1))
+        return used, two[...]
+
+    shapes = [(a.shape[0], b.shape[1]) for a, b in (first, second)]
+    return pl.run_scoped(scope, *(plgpu.ACC(shape, jnp.float32) for shape in shapes))
 
 
-def any_row(x: jax.Array) -> jax.Array:
-    """A row [N] of x [M, N] whose rows are all the same."""
-    return jnp.max(x.astype(jnp.float32), axis=0).astype(x.dtype)
+def pick(x: jax.Array, column: int) -> jax.Array:
+    """Column `column` of x [M, 8], in row layout, to the bit."""
+    return jnp.max(jnp.where(index(x.shape, 1) == column, x, -jnp.inf), axis=1)
 
 
 def rows(x: jax.Array, width: int) -> jax.Array:
@@ -63,50 +77,100 @@ def index(shape: tuple[int, int], dimension: int) -> jax.Array:
     return plgpu.broadcasted_iota(jnp.int32, shape, dimension, layout=plgpu.Layout.WGMMA)
 
 
-def unit(x: jax.Array, epsilon: float, scale: float) -> tuple[jax.Array, jax.Array]:
-    """Rows of x [M, K] float32 at length `scale`, and the factors [M] that make them unit."""
-    squares = lax.optimization_barrier(x * x)
-    factor = lax.rsqrt(jnp.sum(squares, axis=1) + epsilon)
-    return x * rows(factor, x.shape[1]) * scale, factor
+def unit(parts: list[jax.Array], epsilon: float, scale: float) -> tuple[list[jax.Array], jax.Array]:
+    """Rows [M, K], given as tiles of columns in float32, at length `scale`, and the factors [M] that make them
+    unit."""
+    total = None
+    for part in parts:
+        sums = jnp.sum(lax.optimization_barrier(part * part), axis=1)
+        total = sums if total is None else total + sums
+    factor = lax.rsqrt(total + epsilon)
+    return [part * rows(factor, part.shape[1]) * scale for part in parts], factor
 
 
-def running_sum(given, at, held) -> jax.Array:
-    """G [C] in row layout: held[c] before row `at`, from there on the sum so far plus given[c].
+def running_sums(given: list, at, held: list) -> list[jax.Array]:
+    """G [C] in row layout of several heads: held[c] before row `at`, from there on the sum so far plus given[c].
 
     given, held: references [C] float32 to shared memory.
     """
     row = plgpu.broadcasted_iota(jnp.int32, (CHUNK,), 0, layout=ROW)
 
     def add(c, carry):
-        total, sums = carry
-        total = jnp.where(c < at, held[c], total + given[c])
-        return total, jnp.where(row == c, total, sums)
+        totals, sums = carry
+        totals = [
+            jnp.where(c < at, old[c], total + new[c])
+            for total, new, old in zip(totals, given, held, strict=True)
+        ]
+        return totals, [jnp.where(row == c, t, s) for t, s in zip(totals, sums, strict=True)]
 
     zero = plgpu.layout_cast(jnp.zeros((CHUNK,), jnp.float32), ROW)
-    return lax.fori_loop(0, CHUNK, add, (jnp.float32(0), zero))[1]
+    start = ([jnp.float32(0)] * len(given), [zero] * len(given))
+    return lax.fori_loop(0, CHUNK, add, start)[1]
 
 
-def inverse_row(i, lower: tuple, known, heads: int) -> jax.Array:
-    """Row i of T of two heads side by side, float32 [128]: e_i + sum_{j<i} (-L_ij) T_j, j in order.
-
-    lower: for each of the two heads a function j -> -L_ij, zero for j >= i. known [C, 128]: earlier rows of T,
-    finite in all rows. heads: how many of the two there are.
-    """
-    lane = plgpu.layout_cast(
-        lax.broadcasted_iota(jnp.int32, (2 * CHUNK,), 0),
-        plgpu.Layout.WG_STRIDED((2 * CHUNK,), 1),
-    )
+def _lanes() -> tuple[jax.Array, jax.Array]:
+    """For 128 lanes that hold a row of T of two heads: its column, and whether it is of the first head."""
+    layout = plgpu.Layout.WG_STRIDED((2 * CHUNK,), 1)
+    lane = plgpu.layout_cast(lax.broadcasted_iota(jnp.int32, (2 * CHUNK,), 0), layout)
     first = lane < CHUNK
-    start = jnp.where(jnp.where(first, lane, lane - CHUNK) == i, 1.0, 0.0)
+    return jnp.where(first, lane, lane - CHUNK), first
+
+
+def _term(total, first, lower, known_row):
+    """total + (-L_ij) T_j, the one step of T's recurrence. lower: -L_ij of each head."""
+    factor = lower[0] if len(lower) == 1 else jnp.where(first, lower[0], lower[1])
+    return total + factor * known_row
+
+
+def solve(tile, at, heads: int) -> None:
+    """Turn `tile` [C, 128] float32 in shared memory from -L into T, row by row, two heads side by side.
+
+    T_i = e_i + sum_{j<i} (-L_ij) T_j, j in order, rounded to bfloat16 row by row. Rows before `at` hold T already.
+    """
+    column, first = _lanes()
+
+    def group(r, _):
+        i = [GROUP * r + u for u in range(GROUP)]
+        lower = lambda u, j: [tile[i[u], e * CHUNK + j] for e in range(heads)]  # noqa: E731
+
+        def step(block, totals):
+            for w in range(GROUP):
+                j = GROUP * block + w
+                row = tile[j]
+                totals = [_term(t, first, lower(u, j), row) for u, t in enumerate(totals)]
+            return totals
+
+        totals = [jnp.where(column == row, 1.0, 0.0) for row in i]
+        totals = lax.fori_loop(0, r, step, totals)
+        solved = []
+        for u in range(GROUP):
+            total = totals[u]
+            for w in range(u):
+                total = _term(total, first, lower(u, i[w]), solved[w])
+            total = total.astype(jnp.bfloat16).astype(jnp.float32)
+            solved.append(jnp.where(i[u] < at, tile[i[u]], total))
+        plgpu.commit_smem()  # every warp has read these rows of L
+        for row, values in zip(i, solved, strict=True):
+            tile[row] = values
+
+    lax.fori_loop(lax.div(at, jnp.int32(GROUP)), CHUNK // GROUP, group, None)
+
+
+def solve_row(i, lower, known, heads: int) -> jax.Array:
+    """Row i of T, float32 [128], as in `solve`. lower [heads, C]: -L_ij; known [C, 128]: earlier rows of T."""
+    column, first = _lanes()
+    done = lax.div(i, jnp.int32(GROUP))
+
+    def term(j, total):
+        return _term(total, first, [lower[e, j] for e in range(heads)], known[j])
 
     def step(block, total):
-        for u in range(UNROLL):
-            j = block * UNROLL + u
-            row = known[j].astype(jnp.float32)
-            factor = lower[0](j)
-            if heads == 2:
-                factor = jnp.where(first, factor, lower[1](j))
-            total = total + factor * row
+        for w in range(GROUP):
+            total = term(GROUP * block + w, total)
         return total
 
-    return lax.fori_loop(0, lax.div(i + UNROLL - 1, UNROLL), step, start)
+    total = lax.fori_loop(0, done, step, jnp.where(column == i, 1.0, 0.0))
+    for w in range(GROUP - 1):
+        j = GROUP * done + w
+        total = jnp.where(j < i, term(j, total), total)
+    return total

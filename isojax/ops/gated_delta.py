@@ -506,12 +506,13 @@ def _through_gates(leaves: int, inputs, by_token):
     g, beta = _gates(a, b, A_log, dt_bias)
     d_x = d_g * (-jnp.exp(A_log)) * jax.nn.sigmoid(a.astype(jnp.float32) + dt_bias)
     d_b = d_beta * (beta * (1 - beta))
+    d_A_log, d_bias = token_sum(jnp.stack([d_g * g, d_x], axis=1), leaves)
     return (
         d_q.astype(q.dtype),
         d_k.astype(k.dtype),
         d_v.astype(v.dtype),
         d_x.astype(a.dtype),
         d_b.astype(b.dtype),
-        token_sum(d_g * g, leaves).astype(A_log.dtype),
-        token_sum(d_x, leaves).astype(dt_bias.dtype),
+        d_A_log.astype(A_log.dtype),
+        d_bias.astype(dt_bias.dtype),
     )

@@ -42,9 +42,12 @@ class Tiles:
 
     def put(self, x: jax.Array, tokens: int) -> jax.Array:
         """x [P, H, C, ...] -> [T, H, ...], zeros at tokens of no piece."""
-        x = jnp.moveaxis(x, 2, 1)
-        out = jnp.zeros((tokens, *x.shape[2:]), x.dtype)
-        return out.at[jnp.where(self.valid, self.token, tokens)].set(x, mode="drop")
+        pieces, _, chunk = x.shape[:3]
+        place = jnp.arange(pieces * chunk, dtype=jnp.int32).reshape(pieces, chunk)
+        target = jnp.where(self.valid, self.token, tokens)
+        source = jnp.full((tokens,), -1, jnp.int32).at[target].set(place, mode="drop")
+        rows = x[source // chunk, :, source % chunk]
+        return jnp.where((source >= 0).reshape(-1, *(1,) * (rows.ndim - 1)), rows, 0)
 
 
 def tiles(batch: Any, chunk: int) -> Tiles:
@@ -90,11 +93,13 @@ def decode(policy: Policy, inputs, gates, state, layer, batch) -> tuple[jax.Arra
     refs = [jax.new_ref(x) for x in state]
     where = (row, used, batch.slot[seq], at)
     g, beta = (x[token] for x in gates)
-    q, k, T, scores = gated_delta_decode.prepare_row(
-        q[token], k[token], g, beta, *where, refs[1], refs[2], refs[5], epsilon=policy.l2_epsilon
-    )
+    flat = lambda x: x.reshape(-1, x.shape[2])  # noqa: E731
+    pad = -used.shape[0] * k.shape[1] % policy.chunk
+    q, k = (jnp.pad(flat(x[token]), ((0, pad), (0, 0))) for x in (q, k))
+    x = gated_delta_decode.normalize(q, k, epsilon=policy.l2_epsilon)
+    y = gated_delta_decode.prepare_row(x, g, beta, *where, refs[1], refs[2], refs[5])
     o = gated_delta_decode.advance_row(
-        q, k, v[token], beta, T, scores, row, used, fresh, batch.slot[seq], at,
+        x, v[token], beta, y, row, used, fresh, batch.slot[seq], at,
         (refs[0], refs[1], refs[3], refs[4], refs[5]),
     )  # fmt: skip
     out = jnp.zeros(v.shape, v.dtype)
