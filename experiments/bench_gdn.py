@@ -1,14 +1,15 @@
 """Time the gated delta rule on one Hopper GPU, and check its bits there.
 
-Cases (16 key and 32 value heads of 128, bfloat16): train forward + backward of 1x10240, forward alone, prefill
-of 5x2048, decode of 256x1 (mid-chunk, and with every sequence completing its chunk). Each case runs in a process
-of its own. Device time is the sum of kernel durations in a profiler trace, median over repetitions; `wall` is
-the time of a call in a queue of calls.
+Cases (16 key and 32 value heads of 128, bfloat16): train forward + backward of 1x10240, forward
+alone, prefill of 5x2048, decode of 256x1 (mid-chunk, and with every sequence completing its chunk).
+Each case runs in a process of its own. Device time is the sum of kernel durations in a profiler
+trace, median over repetitions; `wall` is the time of a call in a queue of calls.
 
 usage: python experiments/bench_gdn.py [--json FILE] [case ...]
 """
 
 import argparse
+import dataclasses
 import json
 import statistics
 import subprocess
@@ -119,10 +120,7 @@ def run_times(case: str) -> dict:
     args = (*draw(count), *weights())
     state = init_state(1, slots, HK, HV, WIDTH, WIDTH, policy)
     noise = jax.random.normal(jax.random.key(0), state.state.shape)
-    state = jax.tree.map(lambda x: x, state)
-    state = type(state)(
-        noise, state.keys, state.inverse, state.residual, state.update, state.decay
-    )
+    state = dataclasses.replace(state, state=noise, operand=noise.astype(jnp.bfloat16))
 
     if case == "train":
         weight = draw(count, 1)[2]
@@ -219,7 +217,7 @@ def run_bits() -> dict:
 
 
 def run_gradient() -> dict:
-    """Gradients beside those of the reference evaluation, and whether two runs give the same bits."""
+    """Errors of the gradients beside the reference's, and whether two runs give the same bits."""
     import jax
     import jax.numpy as jnp
     import numpy as np
@@ -250,8 +248,8 @@ def run_gradient() -> dict:
             int((x.view(np.int32) != y.view(np.int32)).sum())
             for x, y in zip(*mosaic, strict=True)
         ),
-        "mosaic": {n: error(x, y) for n, x, y in zip(names, mosaic[0], exact[0], strict=True)},
-        "reference": {n: error(x, y) for n, x, y in zip(names, reference[0], exact[0], strict=True)},
+        "mosaic": dict(zip(names, map(error, mosaic[0], exact[0]), strict=True)),
+        "reference": dict(zip(names, map(error, reference[0], exact[0]), strict=True)),
     }
 
 

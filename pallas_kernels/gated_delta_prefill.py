@@ -1,9 +1,11 @@
-"""Gated delta rule over whole chunks: what a chunk knows without its state, then the walk over chunks.
+"""Gated delta rule over whole chunks: what a chunk knows without its state, then the walk over
+chunks.
 
 `prepare` runs over (piece, key head) and is parallel: unit keys and queries, G, the scores, T.
-`advance` runs over (sequence, value head, columns of V) and is serial over a sequence's chunks: r, d, o, S.
-A piece is a run of rows of one chunk; row c of a tile is row c of the chunk. Rows before the piece's first come
-from the open chunk that the state holds; rows after its last are zero in every input.
+`advance` runs over (sequence, value head, columns of V) and is serial over a sequence's chunks: r,
+d, o, S. A piece is a run of rows of one chunk; row c of a tile is row c of the chunk. Rows before
+the piece's first come from the open chunk that the state holds; rows after its last are zero in
+every input.
 """
 
 import dataclasses
@@ -30,7 +32,6 @@ from pallas_kernels.gated_delta_tiles import (
     two_products,
     unit,
 )
-
 
 TILE = plgpu.Layout.WGMMA
 
@@ -61,11 +62,11 @@ def prepare(
     *,
     epsilon: float,
 ) -> tuple[jax.Array, ...]:
-    """q, k [P, Hk, C, K] bfloat16, g, beta [P, Hv, C] float32, offset, slot [P], layer [1] int32; open_* are
-    references to [layers, slots, heads, ...], read at (layer, slot) where offset > 0.
+    """q, k [P, Hk, C, K] bfloat16, g, beta [P, Hv, C] float32, offset, slot [P], layer [1] int32;
+    open_* are references to [layers, slots, heads, ...], read at (layer, slot) where offset > 0.
 
-    Returns unit q (times K^-1/2) and k [P, Hk, C, K], the factors that made them unit [P, Hk, 2, C] float32, G
-    [P, Hv, C] float32, T and the scores [P, Hv, C, C].
+    Returns unit q (times K^-1/2) and k [P, Hk, C, K], the factors that made them unit [P, Hk, 2, C]
+    float32, G [P, Hv, C] float32, T and the scores [P, Hv, C, C].
     """
     pieces, key_heads, _, width = k.shape
     value_heads, low = g.shape[1], k.dtype
@@ -214,13 +215,13 @@ def advance(
     save: bool,
     tiling: Tiling = Tiling(),
 ) -> tuple[jax.Array, ...]:
-    """q, k [P, Hk, C, K], v [P, Hv, C, V], T, scores [P, Hv, C, C] bfloat16, G, beta [P, Hv, C] float32;
-    offset, length [P]; first piece, count of pieces, fresh (starts from zero) and slot [S]; layer [1] int32.
-    held: references to the state's leaves (state, keys, inverse, residual, update, decay), updated at
-    (layer, slot) for every sequence with a piece.
+    """q, k [P, Hk, C, K], v [P, Hv, C, V], T, scores [P, Hv, C, C] bfloat16, G, beta [P, Hv, C]
+    float32; offset, length [P]; first piece, count of pieces, fresh (starts from zero) and slot
+    [S]; layer [1] int32. held: references to the state's leaves (state, operand, keys, inverse,
+    residual, update, decay), updated at (layer, slot) for every sequence with a piece.
 
-    Returns o [P, Hv, C, V] bfloat16; with `save` also each chunk's entry state, bfloat16 [P, Hv, K, V], and d
-    [P, Hv, C, V].
+    Returns o [P, Hv, C, V] bfloat16; with `save` also each chunk's entry state, bfloat16 [P, Hv, K,
+    V], and d [P, Hv, C, V].
     """
     pieces, key_heads, _, width = k.shape
     value_heads, value_width = v.shape[1], v.shape[3]
@@ -232,7 +233,7 @@ def advance(
     def body(
         q_gmem, k_gmem, v_gmem, G_gmem, beta_gmem, T_gmem, scores_gmem,
         offset_gmem, length_gmem, first_gmem, count_gmem, fresh_gmem, slot_gmem, layer_gmem,
-        state_gmem, keys_gmem, inverse_gmem, residual_gmem, update_gmem, decay_gmem,
+        state_gmem, operand_gmem, keys_gmem, inverse_gmem, residual_gmem, update_gmem, decay_gmem,
         *rest,
     ):  # fmt: skip
         outputs, scratch = (rest[:3], rest[3:]) if save else (rest[:1], rest[1:])
@@ -328,7 +329,9 @@ def advance(
             S = lax.fori_loop(0, steps, chunk, entry)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             full_smem[...] = S
+            S_smem[...] = S.astype(low)
             plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(S_smem, operand_gmem.at[*where, h, :, here])
             plgpu.copy_smem_to_gmem(full_smem, state_gmem.at[*where, h, :, here])
             last = start + steps - 1
 

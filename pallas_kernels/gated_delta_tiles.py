@@ -1,7 +1,7 @@
-"""What the gated delta kernels share: one product, and the arithmetic of rows that must agree bit for bit.
+"""What the gated delta kernels share: products, and arithmetic that must agree to the bit.
 
-Tiles are 64 rows of one chunk. A row's bits do not depend on its place in the tile, so the decode kernel, whose
-tiles hold one meaningful row, and the prefill kernels, whose tiles hold a chunk, run these same functions.
+Prefill holds 64 rows of a chunk in a tile, decode one row; both evaluate these functions, or the
+same expressions on vectors, so a row's bits do not depend on which of them holds it.
 """
 
 import jax
@@ -17,14 +17,15 @@ COLUMN = plgpu.Layout.WGMMA.reduce(0)
 GROUP = 4
 
 
-# Shared memory is synchronised where a kernel says so (`commit_smem`, `wait_smem_to_gmem`), not around every store.
+# Shared memory is synchronised where a kernel says so (`commit_smem`, `wait_smem_to_gmem`), not
+# around every store.
 PARAMS = plgpu.CompilerParams(
     lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
 )
 
 
 def operand(*shape: int, dtype=jnp.bfloat16):
-    """Shared memory [..., M, N] that the tensor cores read: 8-row tiles, swizzled over a row of a tile."""
+    """Shared memory [..., M, N] that tensor cores read: tiles of 8 rows, swizzled."""
     width = min(shape[-1], 64)
     transforms = (plgpu.TilingTransform((8, width)), plgpu.SwizzleTransform(2 * width))
     return plgpu.SMEM(shape, dtype, transforms=transforms)
@@ -77,9 +78,9 @@ def index(shape: tuple[int, int], dimension: int) -> jax.Array:
     return plgpu.broadcasted_iota(jnp.int32, shape, dimension, layout=plgpu.Layout.WGMMA)
 
 
-def unit(parts: list[jax.Array], epsilon: float, scale: float) -> tuple[list[jax.Array], jax.Array]:
-    """Rows [M, K], given as tiles of columns in float32, at length `scale`, and the factors [M] that make them
-    unit."""
+def unit(parts: list, epsilon: float, scale: float) -> tuple[list[jax.Array], jax.Array]:
+    """Rows [M, K], given as tiles of columns in float32, at length `scale`, and the factors [M]
+    that make them unit."""
     total = None
     for part in parts:
         sums = jnp.sum(lax.optimization_barrier(part * part), axis=1)
@@ -89,7 +90,8 @@ def unit(parts: list[jax.Array], epsilon: float, scale: float) -> tuple[list[jax
 
 
 def running_sums(given: list, at, held: list) -> list[jax.Array]:
-    """G [C] in row layout of several heads: held[c] before row `at`, from there on the sum so far plus given[c].
+    """G [C] in row layout of several heads: held[c] before row `at`, from there on the sum so far
+    plus given[c].
 
     given, held: references [C] float32 to shared memory.
     """
@@ -125,7 +127,8 @@ def _term(total, first, lower, known_row):
 def solve(tile, at, heads: int) -> None:
     """Turn `tile` [C, 128] float32 in shared memory from -L into T, row by row, two heads side by side.
 
-    T_i = e_i + sum_{j<i} (-L_ij) T_j, j in order, rounded to bfloat16 row by row. Rows before `at` hold T already.
+    T_i = e_i + sum_{j<i} (-L_ij) T_j, j in order, rounded to bfloat16 row by row. Rows before `at`
+    hold T already.
     """
     column, first = _lanes()
 
@@ -157,7 +160,8 @@ def solve(tile, at, heads: int) -> None:
 
 
 def solve_row(i, lower, known, heads: int) -> jax.Array:
-    """Row i of T, float32 [128], as in `solve`. lower [heads, C]: -L_ij; known [C, 128]: earlier rows of T."""
+    """Row i of T, float32 [128], as in `solve`. lower [heads, C]: -L_ij; known [C, 128]: earlier
+    rows of T."""
     column, first = _lanes()
     done = lax.div(i, jnp.int32(GROUP))
 

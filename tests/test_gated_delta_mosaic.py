@@ -1,4 +1,5 @@
-"""The gated delta kernels, in interpret mode against the reference, and lowered at the 35B shapes."""
+"""The gated delta kernels, in interpret mode against the reference, and lowered at the 35B shapes.
+"""
 
 import jax
 import jax.numpy as jnp

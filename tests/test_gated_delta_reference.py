@@ -177,7 +177,8 @@ def test_gradient_rows_do_not_depend_on_the_batch():
     x, y = tokens(21, 1, jnp.bfloat16), tokens(9, 2, jnp.bfloat16)
 
     def gradient(sequences, bucket):
-        batch = build([Segment([0] * len(s[0]), 0, [], i) for i, s in enumerate(sequences)], bucket, C)
+        segments = [Segment([0] * len(s[0]), 0, [], i) for i, s in enumerate(sequences)]
+        batch = build(segments, bucket, C)
         args = [jnp.concatenate(s) for s in zip(*sequences, strict=True)]
         pad = bucket.tokens - len(args[0])
         args = [jnp.pad(s, [(0, pad)] + [(0, 0)] * (s.ndim - 1)) for s in args]

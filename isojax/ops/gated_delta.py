@@ -1,23 +1,26 @@
-"""Gated delta rule (Gated DeltaNet's recurrence), in a form where decode and training share every bit.
+"""Gated delta rule (Gated DeltaNet's recurrence), where decode and training share every bit.
 
-Per value head the recurrence over tokens is (Yang et al., "Gated Delta Networks", 2024; as in Qwen3-Next)
+Per value head the recurrence over tokens is (Yang et al., "Gated Delta Networks", 2024; as in
+Qwen3-Next)
 
     S_t = exp(g_t) S_{t-1} + k_t (beta_t (v_t - exp(g_t) S_{t-1}^T k_t))^T,    o_t = S_t^T q_t
 
-with unit k, unit q times K^-1/2, g = -exp(A_log) softplus(a + dt_bias) and beta = sigmoid(b). It is evaluated
-by chunks of C absolute positions. With S the state at the chunk's start and G the sum of g from there on,
+with unit k, unit q times K^-1/2, g = -exp(A_log) softplus(a + dt_bias) and beta = sigmoid(b). It is
+evaluated by chunks of C absolute positions. With S the state at the chunk's start and G the sum of
+g from there on,
 
-    L_ij = beta_i exp(G_i - G_j) k_i.k_j     T_i = e_i - sum_{j<i} L_ij T_j      (T = (I + L)^-1, row by row)
+    L_ij = beta_i exp(G_i - G_j) k_i.k_j     T_i = e_i - sum_{j<i} L_ij T_j    (T = (I + L)^-1)
     r_i  = beta_i (v_i - exp(G_i) S^T k_i)   d_i = sum_{j<=i} T_ij r_j
     o_i  = exp(G_i) S^T q_i + sum_{j<=i} exp(G_i - G_j) (q_i.k_j) d_j
-    S'   = exp(G_C) S + sum_j k_j (exp(G_C - G_j) d_j)^T                         (once every C tokens)
+    S'   = exp(G_C) S + sum_j k_j (exp(G_C - G_j) d_j)^T               (once every C tokens)
 
-Row i reads rows up to i only. A prompt's chunks are evaluated many rows at once, decode evaluates one row and
-keeps the open chunk's k, T, r, d and G beside S: the same operations on the same operands.
+Row i reads rows up to i only. A prompt's chunks are evaluated many rows at once, decode evaluates
+one row and keeps the open chunk's k, T, r, d and G beside S: the same operations on the same
+operands.
 
-Rounded to the compute dtype: q, k after normalisation, o. Rounded to `policy.delta`: T (before later rows read
-it), r, d, the scores exp(G_i - G_j) q_i.k_j, exp(G_C - G_j) d_j, and the copy of S that products read. Everything
-else, S and G among it, is float32.
+Rounded to the compute dtype: q, k after normalisation, o. Rounded to `policy.delta`: T (before
+later rows read it), r, d, the scores exp(G_i - G_j) q_i.k_j, exp(G_C - G_j) d_j, and the copy of S
+that products read. Everything else, S and G among it, is float32.
 """
 
 import dataclasses
@@ -39,20 +42,23 @@ from isojax.ops.op import op
 
 @partial(
     register_dataclass,
-    data_fields=["state", "keys", "inverse", "residual", "update", "decay"],
+    data_fields=["state", "operand", "keys", "inverse", "residual", "update", "decay"],
     meta_fields=[],
 )
 @dataclasses.dataclass(frozen=True)
 class DeltaState:
     """What a sequence leaves for its later tokens; every leaf is [layers, slots, heads, ...].
 
-    state [.., Hv, K, V] float32: S at the start of the open chunk.
-    Rows of the open chunk, of which those before the next position mean something:
-    keys [.., Hk, C, K] in the compute dtype, inverse [.., Hv, C, C] (T), residual (r) and update (d)
+    state [.., Hv, K, V] float32: S at the start of the open chunk; operand: the same in the
+    rounding dtype, which is what products read (decode reads S for every token and writes it once a
+    chunk).
+    Rows of the open chunk, of which those before the next position mean something: keys
+    [.., Hk, C, K] in the compute dtype, inverse [.., Hv, C, C] (T), residual (r) and update (d)
     [.., Hv, C, V] in the rounding dtype, decay [.., Hv, C] float32 (G).
     """
 
     state: jax.Array
+    operand: jax.Array
     keys: jax.Array
     inverse: jax.Array
     residual: jax.Array
@@ -63,10 +69,12 @@ class DeltaState:
 def init_state(
     layers: int, slots: int, Hk: int, Hv: int, K: int, V: int, policy: Policy
 ) -> DeltaState:
-    """Zero state of `layers` layers and `slots` slots for Hk key heads of K and Hv value heads of V."""
+    """Zero state of `layers` layers and `slots` slots for Hk key heads of K and Hv value heads of
+    V."""
     lead, chunk = (layers, slots), policy.chunk
     return DeltaState(
         state=jnp.zeros((*lead, Hv, K, V), jnp.float32),
+        operand=jnp.zeros((*lead, Hv, K, V), policy.delta),
         keys=jnp.zeros((*lead, Hk, chunk, K), policy.dtype),
         inverse=jnp.zeros((*lead, Hv, chunk, chunk), policy.delta),
         residual=jnp.zeros((*lead, Hv, chunk, V), policy.delta),
@@ -98,16 +106,17 @@ def gated_delta(
 ) -> tuple[jax.Array, DeltaState]:
     """One layer's gated delta rule over a ragged batch.
 
-    q, k [T, Hk, K], v [T, Hv, V], a, b [T, Hv] in the compute dtype; A_log, dt_bias [Hv] float32. Value head h
-    reads key head h // (Hv / Hk). state: leaves [layers, slots, ...], entry `layer` (int32 scalar) is read and
-    replaced. batch: a `RaggedBatch` of one rank; its piece_rows is the chunk length, or 1 when every sequence
-    contributes one token. A sequence whose first new token is at position 0 starts from a zero state.
+    q, k [T, Hk, K], v [T, Hv, V], a, b [T, Hv] in the compute dtype; A_log, dt_bias [Hv] float32.
+    Value head h reads key head h // (Hv / Hk). state: leaves [layers, slots, ...], entry `layer`
+    (int32 scalar) is read and replaced. batch: a `RaggedBatch` of one rank; its piece_rows is the
+    chunk length, or 1 when every sequence contributes one token. A sequence whose first new token
+    is at position 0 starts from a zero state.
 
     Returns (out [T, Hv, V] in v's dtype, 0 at padding rows; state').
 
-    Differentiable in q, k, v, a, b, A_log and dt_bias for whole sequences (context 0); the returned state carries
-    no gradient. The gradients of A_log and dt_bias sum over `token_leaves` leaves of this rank's tokens
-    (default: policy.batch_leaves).
+    Differentiable in q, k, v, a, b, A_log and dt_bias for whole sequences (context 0); the returned
+    state carries no gradient. The gradients of A_log and dt_bias sum over `token_leaves` leaves of
+    this rank's tokens (default: policy.batch_leaves).
 
     Raises:
       ValueError: if head counts do not divide, or piece_rows is neither 1 nor policy.chunk.
@@ -149,7 +158,8 @@ _gated_delta.defvjp(_gated_delta_fwd, _gated_delta_bwd)
 
 @dataclasses.dataclass(frozen=True)
 class _Rows:
-    """Where a batch's pieces lie: row r of piece p is token `token[p, r]` and row `offset[p] + r` of its chunk."""
+    """Where a batch's pieces lie: row r of piece p is token `token[p, r]` and row `offset[p] + r`
+    of its chunk."""
 
     token: jax.Array  # [P, R], 0 where not valid
     valid: jax.Array  # [P, R]
@@ -175,8 +185,8 @@ class _Rows:
         return out.at[jnp.where(self.valid, self.token, tokens)].set(x, mode="drop")
 
     def place(self, new: jax.Array, open_rows: jax.Array) -> jax.Array:
-        """Rows of whole chunks [P, H, C, ...]: new [P, H, R, ...] at their rows, the open chunk's rows
-        [P, H, C, ...] before them, zeros after."""
+        """Rows of whole chunks [P, H, C, ...]: new [P, H, R, ...] at their rows, the open chunk's
+        rows [P, H, C, ...] before them, zeros after."""
         return jax.vmap(_place)(new, open_rows, self.offset, self.length)
 
     def before(self, inclusive: bool) -> jax.Array:
@@ -328,8 +338,8 @@ def _tiles(policy: Policy, inputs, opened: DeltaState, rows: _Rows) -> _Tiles:
 
 
 def _read(policy: Policy, tile: _Tiles, state, open_residual, open_update, offset, length):
-    """One piece's rows given its chunk's entry state [Hv, K, V] -> (out [Hv, R, V] float32, r, d of the
-    chunk [Hv, C, V], S^T k [Hv, R, V])."""
+    """One piece's rows given its chunk's entry state [Hv, K, V] -> (out [Hv, R, V] float32, r, d of
+    the chunk [Hv, C, V], S^T k [Hv, R, V])."""
     dot = partial(tree_dot, width=policy.dot_width)
     operand = state.astype(policy.delta)
     grown = jnp.exp(tile.G)
@@ -391,7 +401,7 @@ def _forward(policy: Policy, inputs, state: DeltaState, layer, batch):
         policy, opened, tiles, rows, batch.start.shape[0]
     )
     keys = tiles.chunk_k[:, :: inputs[2].shape[1] // inputs[1].shape[1]]
-    new = DeltaState(after, keys, tiles.chunk_inverse, residual, update, tiles.chunk_G)
+    new = DeltaState(after, after, keys, tiles.chunk_inverse, residual, update, tiles.chunk_G)
     state = jax.tree.map(
         lambda old, x: old.at[layer, rows.slot].set(x.astype(old.dtype), mode="drop"), state, new
     )
@@ -416,8 +426,8 @@ def _mosaic(policy: Policy, inputs, state: DeltaState, layer, batch, save: bool)
 
 
 def _backward(policy: Policy, inputs, batch, d_out):
-    """Gradients of q, k, v, g and beta by token, for whole sequences. Products' operands are rounded to
-    `policy.delta`."""
+    """Gradients of q, k, v, g and beta by token, for whole sequences. Products' operands are
+    rounded to `policy.delta`."""
     q, k, v = inputs[:3]
     tokens, heads, groups = v.shape[0], v.shape[1], v.shape[1] // k.shape[1]
     sequences = batch.start.shape[0]

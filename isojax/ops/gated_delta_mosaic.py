@@ -1,7 +1,9 @@
-"""The gated delta rule's Hopper evaluation: from ragged rows to the tiles that the kernels take, and back.
+"""The gated delta rule's Hopper evaluation: from ragged rows to the tiles that the kernels take,
+and back.
 
-Gates (g, beta) are elementwise and evaluated by XLA in every case; all other arithmetic of the forward is in
-`pallas_kernels.gated_delta_*`, so that decode and prefill differ only in which kernel holds the row.
+Gates (g, beta) are elementwise and evaluated by XLA in every case; all other arithmetic of the
+forward is in `pallas_kernels.gated_delta_*`, so that decode and prefill differ only in which kernel
+holds the row.
 """
 
 import dataclasses
@@ -78,33 +80,27 @@ def _check(policy: Policy, k: jax.Array, v: jax.Array) -> None:
 
 
 def decode(policy: Policy, inputs, gates, state, layer, batch) -> tuple[jax.Array, tuple]:
-    """One token a sequence. state: the state's leaves (state, keys, inverse, residual, update, decay).
+    """One token a sequence. state: the state's leaves, in the order of `DeltaState`.
 
     Returns (out [T, Hv, V], state's leaves).
     """
     q, k, v = inputs
     _check(policy, k, v)
     used = (batch.piece_len > 0).astype(jnp.int32)
-    token = jnp.where(used > 0, batch.piece_row, 0)
-    seq = jnp.where(used > 0, batch.piece_seq, 0)
     row = batch.piece_first % policy.chunk
     fresh = (batch.piece_first < policy.chunk).astype(jnp.int32)
-    at = jnp.reshape(layer, (1,)).astype(jnp.int32)
-    refs = [jax.new_ref(x) for x in state]
-    where = (row, used, batch.slot[seq], at)
-    g, beta = (x[token] for x in gates)
-    flat = lambda x: x.reshape(-1, x.shape[2])  # noqa: E731
-    pad = -used.shape[0] * k.shape[1] % policy.chunk
-    q, k = (jnp.pad(flat(x[token]), ((0, pad), (0, 0))) for x in (q, k))
+    slot = batch.slot[jnp.where(used > 0, batch.piece_seq, 0)]
+    where = (batch.piece_row, row, used, slot, jnp.reshape(layer, (1,)).astype(jnp.int32))
+    full, operand, keys, inverse, residual, update, decay = refs = [jax.new_ref(x) for x in state]
+    out = jax.new_ref(jnp.zeros(v.shape, v.dtype))
+    pad = -k.shape[0] * k.shape[1] % policy.chunk
+    q, k = (jnp.pad(x.reshape(-1, x.shape[2]), ((0, pad), (0, 0))) for x in (q, k))
     x = gated_delta_decode.normalize(q, k, epsilon=policy.l2_epsilon)
-    y = gated_delta_decode.prepare_row(x, g, beta, *where, refs[1], refs[2], refs[5])
-    o = gated_delta_decode.advance_row(
-        x, v[token], beta, y, row, used, fresh, batch.slot[seq], at,
-        (refs[0], refs[1], refs[3], refs[4], refs[5]),
-    )  # fmt: skip
-    out = jnp.zeros(v.shape, v.dtype)
-    out = out.at[jnp.where(used > 0, batch.piece_row, v.shape[0])].set(o, mode="drop")
-    return out, tuple(jax.freeze(x) for x in refs)
+    y = gated_delta_decode.prepare_row(x, *gates, *where, keys, inverse, decay)
+    gated_delta_decode.advance_row(
+        x, v, gates[1], y, fresh, *where, full, operand, keys, residual, update, decay, out
+    )
+    return jax.freeze(out), tuple(jax.freeze(x) for x in refs)
 
 
 def prefill(
@@ -122,7 +118,7 @@ def prefill(
     g, beta = (place.take(x) for x in gates)
     q, k, factors, G, T, scores = gated_delta_prefill.prepare(
         place.take(q), place.take(k), g, beta, place.offset, place.slot, at,
-        refs[1], refs[2], refs[5], epsilon=policy.l2_epsilon,
+        refs[2], refs[3], refs[6], epsilon=policy.l2_epsilon,
     )  # fmt: skip
     value = place.take(v)
     fresh = (batch.context == 0).astype(jnp.int32)
