@@ -1,12 +1,14 @@
 """RaggedBatch: the tokens of many sequences laid end to end, with the integers that describe them.
 
-A sequence contributes one token (decode), a run of its prompt (chunked prefill) or everything (training), mixed
-freely in one call. All floating-point meaning follows from these integers; none of them may change a bit of a row.
+A sequence contributes one token (decode), a run of its prompt (chunked prefill) or everything
+(training), mixed freely in one call. All floating-point meaning follows from these integers; none
+of them may change a bit of a row.
 """
 
 import dataclasses
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import jax
 import numpy as np
@@ -17,8 +19,8 @@ from jax.tree_util import register_dataclass
 class Bucket:
     """Static shape of a batch on one data rank: what a compiled program is specialised to.
 
-    tokens T, sequences S, pieces P, pages M (columns of the page table), piece_rows R (rows that a piece may
-    hold: the chunk length, or 1 when every sequence contributes one token).
+    tokens T, sequences S, pieces P, pages M (columns of the page table), piece_rows R (rows that a
+    piece may hold: the chunk length, or 1 when every sequence contributes one token).
     """
 
     tokens: int
@@ -48,9 +50,9 @@ class RaggedBatch:
     context [S]: how many of its tokens are cached already.
     slot [S]: its slot of recurrent state.
     page_table [S, M]: entry j is the page that holds positions [j * page, (j + 1) * page).
-    piece_seq, piece_row, piece_first, piece_len [P]: a piece is a run of new tokens of one sequence inside
-      one chunk of positions: its sequence, the row and the position of its first token, its length (0: unused).
-      The pieces of a sequence stand in order.
+    piece_seq, piece_row, piece_first, piece_len [P]: a piece is a run of new tokens of one sequence
+      inside one chunk of positions: its sequence, the row and the position of its first token, its
+      length (0: unused). The pieces of a sequence stand in order.
     piece_rows: static; the most rows a piece may have.
     """
 
@@ -73,9 +75,9 @@ class RaggedBatch:
 class Segment:
     """What one sequence contributes to a call.
 
-    tokens: the new token ids. context: how many tokens are cached before them. pages: the pages that hold
-    positions [0, context + len(tokens)), in order. slot: its slot of recurrent state. row: where to put its
-    first token (default: right after the segment before it).
+    tokens: the new token ids. context: how many tokens are cached before them. pages: the pages
+    that hold positions [0, context + len(tokens)), in order. slot: its slot of recurrent state.
+    row: where to put its first token (default: right after the segment before it).
     """
 
     tokens: Sequence[int]
@@ -91,11 +93,10 @@ def build(segments: Sequence[Segment], bucket: Bucket, chunk: int) -> RaggedBatc
     Raises:
       ValueError: if they do not fit the bucket.
     """
-    full = lambda shape, value=0: np.full(shape, value, np.int32)  # noqa: E731
-    tokens, positions = full(bucket.tokens), full(bucket.tokens)
-    seq = full(bucket.tokens, bucket.sequences)
-    start, length, context, slot = (full(bucket.sequences) for _ in range(4))
-    page_table = full((bucket.sequences, bucket.pages))
+    tokens, positions = np.zeros((2, bucket.tokens), np.int32)
+    seq = np.full(bucket.tokens, bucket.sequences, np.int32)
+    start, length, context, slot = np.zeros((4, bucket.sequences), np.int32)
+    page_table = np.zeros((bucket.sequences, bucket.pages), np.int32)
     pieces: list[tuple[int, int, int, int]] = []
     if len(segments) > bucket.sequences:
         raise ValueError(f"{len(segments)} sequences do not fit a bucket of {bucket.sequences}")
@@ -105,7 +106,8 @@ def build(segments: Sequence[Segment], bucket: Bucket, chunk: int) -> RaggedBatc
         count, first = len(segment.tokens), segment.context
         if row + count > bucket.tokens or len(segment.pages) > bucket.pages:
             raise ValueError(
-                f"sequence {index} (rows {row} to {row + count}, {len(segment.pages)} pages) does not fit {bucket}"
+                f"sequence {index} (rows {row} to {row + count}, {len(segment.pages)} pages) "
+                f"does not fit {bucket}"
             )
         rows = slice(row, row + count)
         tokens[rows] = segment.tokens
@@ -124,18 +126,22 @@ def build(segments: Sequence[Segment], bucket: Bucket, chunk: int) -> RaggedBatc
     columns = np.zeros((4, bucket.pieces), np.int32)
     if pieces:
         columns[:, : len(pieces)] = np.asarray(pieces, np.int32).T
-    return RaggedBatch(
-        tokens,
-        positions,
-        seq,
-        start,
-        length,
-        context,
-        slot,
-        page_table,
-        *columns,
-        bucket.piece_rows,
-    )
+    piece_seq, piece_row, piece_first, piece_len = columns
+    fields: dict[str, Any] = {
+        "tokens": tokens,
+        "positions": positions,
+        "seq": seq,
+        "start": start,
+        "length": length,
+        "context": context,
+        "slot": slot,
+        "page_table": page_table,
+        "piece_seq": piece_seq,
+        "piece_row": piece_row,
+        "piece_first": piece_first,
+        "piece_len": piece_len,
+    }
+    return RaggedBatch(**fields, piece_rows=bucket.piece_rows)
 
 
 def concatenate(batches: Sequence[RaggedBatch]) -> RaggedBatch:

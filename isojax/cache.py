@@ -1,7 +1,7 @@
 """What a sequence leaves behind for its later tokens: pages of keys and values, slots of state.
 
-Arrays have a leading axis of layers of their kind. The sampler keeps one entry a layer; the trainer, whose
-sequences are whole, keeps one entry that every layer reuses.
+Arrays have a leading axis of layers of their kind. The sampler keeps one entry a layer; the
+trainer, whose sequences are whole, keeps one entry that every layer reuses.
 """
 
 import dataclasses
@@ -24,16 +24,17 @@ from isojax.ops import gated_delta
 class Cache:
     """Pools of one data rank, or of all, concatenated along the axis of pages or slots.
 
-    keys, values [La, pages, page, Hkv, D] in the compute dtype: page p holds `page` consecutive positions of
-      one sequence. None for a model without attention layers.
-    conv [Lg, slots, width - 1, channels] in the compute dtype: the last inputs of the causal convolution.
+    keys, values [La, pages, page, Hkv, D] in the compute dtype: page p holds `page` consecutive
+      positions of one sequence. None for a model without attention layers.
+    conv [Lg, slots, width - 1, channels] in the compute dtype: the last inputs of the causal
+    convolution.
     delta: state of the gated delta rule, see `ops/gated_delta.py`; every leaf is [Lg, slots, ...].
       conv and delta are None for a model without Gated DeltaNet layers.
     """
 
-    keys: jax.Array | None
-    values: jax.Array | None
-    conv: jax.Array | None
+    keys: Any
+    values: Any
+    conv: Any
     delta: Any
 
     @property
@@ -74,22 +75,27 @@ def create(
     return Cache(keys, values, conv, state)
 
 
-def specs(cache: Cache) -> Cache:
+def specs(cache: Cache) -> Any:
     """PartitionSpecs of a cache's global arrays: pages and slots over "data", heads over "model".
 
-    Every leaf keeps its heads or channels on the axis named here, so a rank's block is what `create` makes.
+    The same tree as `cache`, with a PartitionSpec for every array; a rank's block is what `create`
+    makes.
     """
-    kv = PartitionSpec(None, DATA, None, MODEL)
-    return Cache(
-        keys=None if cache.keys is None else kv,
-        values=None if cache.values is None else kv,
-        conv=None if cache.conv is None else PartitionSpec(None, DATA, None, MODEL),
-        delta=gated_delta.state_specs(cache.delta) if cache.delta is not None else None,
-    )
+    tree: dict[str, Any] = {
+        "keys": PartitionSpec(None, DATA, None, MODEL),
+        "values": PartitionSpec(None, DATA, None, MODEL),
+        "conv": PartitionSpec(None, DATA, None, MODEL),
+        "delta": gated_delta.state_specs(cache.delta) if cache.delta is not None else None,
+    }
+    return Cache(**{k: v if getattr(cache, k) is not None else None for k, v in tree.items()})
 
 
 def copy(
-    cache: Cache, from_pages: jax.Array, to_pages: jax.Array, from_slots: jax.Array, to_slots: jax.Array
+    cache: Cache,
+    from_pages: jax.Array,
+    to_pages: jax.Array,
+    from_slots: jax.Array,
+    to_slots: jax.Array,
 ) -> Cache:
     """Copy pages and slots in every layer: what a sample inherits from a prompt that others share.
 

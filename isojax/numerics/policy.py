@@ -1,7 +1,7 @@
 """Every constant that can move a bit, in one frozen record.
 
-The execution contract hashes these fields as bit patterns. What is not here (bucket sizes, tiles, page
-placement, mesh shape) must not be able to move one.
+The execution contract hashes these fields as bit patterns. What is not here (bucket sizes, tiles,
+page placement, mesh shape) must not be able to move one.
 """
 
 import dataclasses
@@ -18,9 +18,10 @@ class Policy:
     """Numerical identity of the forward and backward. Hashable, so it can be a static argument.
 
     evaluation: which of an op's two evaluations is installed.
-    compute_dtype: dtype of weights, activations, cached keys and values, and of every operand that is
-      rounded before a product. Sums are always float32.
-    leaves: G, the number of equal leaves of a contraction that a mesh axis may cut (a power of two).
+    compute_dtype: dtype of weights, activations, cached keys and values, and of every operand that
+      is rounded before a product. Sums are always float32.
+    leaves: G, the number of equal leaves of a contraction that a mesh axis may cut (a power of
+    two).
     dot_width: products that are added by a halving tree before they join the running sum of a dot
       (a power of two; reference evaluation).
     chunk: tokens of a Gated DeltaNet chunk; its state is folded at multiples of it.
@@ -30,8 +31,8 @@ class Policy:
     vocab_block: logits that one step of a vocabulary leaf covers.
     batch_leaves: leaves of every sum over tokens in the backward.
     l2_epsilon: added to the squared norm of Gated DeltaNet's queries and keys.
-    delta_dtype: dtype to which Gated DeltaNet's u, w, d, score matrix and the state's operand copy are
-      rounded; the state itself stays float32.
+    delta_dtype: dtype to which Gated DeltaNet's u, w, d, score matrix and the state's operand copy
+      are rounded; the state itself stays float32.
     """
 
     evaluation: Evaluation = "reference"

@@ -39,5 +39,5 @@ def op(name: str, *, static: tuple[str, ...] = ()) -> Callable[[F], F]:
 
 
 def is_op(name: str) -> bool:
-    """Whether a jaxpr or StableHLO call of this name is an op (its transposes and such included)."""
+    """Whether a jaxpr or StableHLO call of this name is an op, transposes and such included."""
     return PREFIX in name
