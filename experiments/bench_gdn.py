@@ -245,8 +245,7 @@ def run_gradient() -> dict:
     error = lambda x, y: float(np.linalg.norm(x - y) / np.linalg.norm(y))  # noqa: E731
     return {
         "repeat differs": sum(
-            int((x.view(np.int32) != y.view(np.int32)).sum())
-            for x, y in zip(*mosaic, strict=True)
+            int((x.view(np.int32) != y.view(np.int32)).sum()) for x, y in zip(*mosaic, strict=True)
         ),
         "mosaic": dict(zip(names, map(error, mosaic[0], exact[0]), strict=True)),
         "reference": dict(zip(names, map(error, reference[0], exact[0]), strict=True)),

@@ -38,6 +38,8 @@ from pallas_kernels.gated_delta_tiles import (
 )
 
 TILE = plgpu.Layout.WGMMA
+# As in `gated_delta_prefill.advance`.
+BLOCK, STAGES = 64, 2
 
 
 def retreat(
@@ -50,9 +52,6 @@ def retreat(
     scores: jax.Array,
     first: jax.Array,
     count: jax.Array,
-    *,
-    block: int = 64,
-    stages: int = 2,
 ) -> tuple[jax.Array, jax.Array]:
     """q, k [P, Hk, C, K], d_o [P, Hv, C, V], T, scores [P, Hv, C, C] bfloat16, G, beta [P, Hv, C]
     float32; first piece and count of pieces [S] int32.
@@ -62,7 +61,7 @@ def retreat(
     pieces, key_heads, _, width = k.shape
     value_heads, value_width = d_o.shape[1], d_o.shape[3]
     group = value_heads // key_heads
-    block = min(block, value_width)
+    block, stages = BLOCK, STAGES
     low = k.dtype
 
     def body(
@@ -313,10 +312,12 @@ def gradients(
                 fetch(head + 1)
 
         # Through x / |x|: the part along x falls away.
-        for n, (unit_smem, sum_smem, out, scale) in enumerate((
-            (q_smem, d_q_smem, d_q_out, width**-0.5),
-            (k_smem, d_k_smem, d_k_out, 1.0),
-        )):
+        for n, (unit_smem, sum_smem, out, scale) in enumerate(
+            (
+                (q_smem, d_q_smem, d_q_out, width**-0.5),
+                (k_smem, d_k_smem, d_k_out, 1.0),
+            )
+        ):
             factor = rows(plgpu.load(factors_smem.at[n], layout=ROW), 64)
             inside = None
             for e in key_parts:

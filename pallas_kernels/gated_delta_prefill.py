@@ -8,7 +8,6 @@ the piece's first come from the open chunk that the state holds; rows after its 
 every input.
 """
 
-import dataclasses
 from functools import partial
 
 import jax
@@ -36,12 +35,8 @@ from pallas_kernels.gated_delta_tiles import (
 TILE = plgpu.Layout.WGMMA
 
 
-@dataclasses.dataclass(frozen=True)
-class Tiling:
-    """columns: how many columns of V one program of `advance` owns. stages: chunks in flight."""
-
-    columns: int = 64
-    stages: int = 2
+# Columns of V that one program of `advance` owns: a swizzle's width. Chunks that it has in flight.
+BLOCK, STAGES = 64, 2
 
 
 def _shape(shape: tuple[int, ...], dtype=jnp.bfloat16) -> jax.ShapeDtypeStruct:
@@ -213,7 +208,6 @@ def advance(
     held: tuple,
     *,
     save: bool,
-    tiling: Tiling = Tiling(),
 ) -> tuple[jax.Array, ...]:
     """q, k [P, Hk, C, K], v [P, Hv, C, V], T, scores [P, Hv, C, C] bfloat16, G, beta [P, Hv, C]
     float32; offset, length [P]; first piece, count of pieces, fresh (starts from zero) and slot
@@ -226,8 +220,7 @@ def advance(
     pieces, key_heads, _, width = k.shape
     value_heads, value_width = v.shape[1], v.shape[3]
     group = value_heads // key_heads
-    block = min(tiling.columns, value_width)
-    stages = tiling.stages
+    block, stages = BLOCK, STAGES
     low = k.dtype
 
     def body(

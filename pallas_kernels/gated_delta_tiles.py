@@ -27,8 +27,9 @@ PARAMS = plgpu.CompilerParams(
 def operand(*shape: int, dtype=jnp.bfloat16):
     """Shared memory [..., M, N] that tensor cores read: tiles of 8 rows, swizzled."""
     width = min(shape[-1], 64)
-    transforms = (plgpu.TilingTransform((8, width)), plgpu.SwizzleTransform(2 * width))
-    return plgpu.SMEM(shape, dtype, transforms=transforms)
+    tiling = plgpu.TilingTransform((8, width))  # type: ignore[abstract]
+    swizzle = plgpu.SwizzleTransform(2 * width)  # type: ignore[abstract]
+    return plgpu.SMEM(shape, dtype, transforms=(tiling, swizzle))
 
 
 def product(*pairs) -> jax.Array:
@@ -74,17 +75,17 @@ def columns(x: jax.Array, height: int) -> jax.Array:
     return lax.broadcast_in_dim(x, (height, x.shape[0]), (1,))
 
 
-def index(shape: tuple[int, int], dimension: int) -> jax.Array:
+def index(shape: tuple[int, ...], dimension: int) -> jax.Array:
     return plgpu.broadcasted_iota(jnp.int32, shape, dimension, layout=plgpu.Layout.WGMMA)
 
 
 def unit(parts: list, epsilon: float, scale: float) -> tuple[list[jax.Array], jax.Array]:
     """Rows [M, K], given as tiles of columns in float32, at length `scale`, and the factors [M]
     that make them unit."""
-    total = None
-    for part in parts:
-        sums = jnp.sum(lax.optimization_barrier(part * part), axis=1)
-        total = sums if total is None else total + sums
+    squares = [jnp.sum(lax.optimization_barrier(part * part), axis=1) for part in parts]
+    total = squares[0]
+    for more in squares[1:]:
+        total = total + more
     factor = lax.rsqrt(total + epsilon)
     return [part * rows(factor, part.shape[1]) * scale for part in parts], factor
 
@@ -111,7 +112,7 @@ def running_sums(given: list, at, held: list) -> list[jax.Array]:
 
 
 def _lanes() -> tuple[jax.Array, jax.Array]:
-    """For 128 lanes that hold a row of T of two heads: its column, and whether it is of the first head."""
+    """For 128 lanes that hold a row of T of two heads: the column, and whether of the first."""
     layout = plgpu.Layout.WG_STRIDED((2 * CHUNK,), 1)
     lane = plgpu.layout_cast(lax.broadcasted_iota(jnp.int32, (2 * CHUNK,), 0), layout)
     first = lane < CHUNK
@@ -125,7 +126,7 @@ def _term(total, first, lower, known_row):
 
 
 def solve(tile, at, heads: int) -> None:
-    """Turn `tile` [C, 128] float32 in shared memory from -L into T, row by row, two heads side by side.
+    """Turn `tile` [C, 128] float32, in shared memory, from -L into T, two heads side by side.
 
     T_i = e_i + sum_{j<i} (-L_ij) T_j, j in order, rounded to bfloat16 row by row. Rows before `at`
     hold T already.

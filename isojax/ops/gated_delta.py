@@ -126,6 +126,9 @@ def gated_delta(
     if batch.piece_rows not in (1, policy.chunk):
         raise ValueError(f"piece_rows is 1 or the chunk, {policy.chunk}; got {batch.piece_rows}")
     leaves = policy.batch_leaves if token_leaves is None else token_leaves
+    # Padding rows may hold anything, and gates are evaluated on all rows.
+    real = (batch.seq < batch.start.shape[0])[:, None]
+    a, b = jnp.where(real, a, 0), jnp.where(real, b, 0)
     return _gated_delta(policy, leaves, (q, k, v, a, b, A_log, dt_bias), state, layer, batch)
 
 
@@ -397,9 +400,7 @@ def _forward(policy: Policy, inputs, state: DeltaState, layer, batch):
     rows = _rows(batch, state.state.shape[1], policy.chunk)
     opened = jax.tree.map(lambda x: x[layer, rows.source], state)
     tiles = _tiles(policy, inputs, opened, rows)
-    out, residual, update, _, after, _ = _advance(
-        policy, opened, tiles, rows, batch.start.shape[0]
-    )
+    out, residual, update, _, after, _ = _advance(policy, opened, tiles, rows, batch.start.shape[0])
     keys = tiles.chunk_k[:, :: inputs[2].shape[1] // inputs[1].shape[1]]
     new = DeltaState(after, after, keys, tiles.chunk_inverse, residual, update, tiles.chunk_G)
     state = jax.tree.map(
@@ -456,9 +457,7 @@ def _backward(policy: Policy, inputs, batch, d_out):
         d_after = jnp.where(closes, states[seq], 0)
         d_update = low(d_read + to_end * dot(k, low(d_after)))
         d_residual = low(dot(turn(inverse), d_update))
-        d_entry = (
-            whole * d_after + d_query - dot(turn(k), low((beta * grown) * d_residual))
-        )
+        d_entry = whole * d_after + d_query - dot(turn(k), low((beta * grown) * d_residual))
         return states.at[seq].set(d_entry, mode="drop"), (d_after, d_residual)
 
     xs = (
@@ -481,9 +480,7 @@ def _backward(policy: Policy, inputs, batch, d_out):
     k32, q32 = t.k.astype(jnp.float32), t.q.astype(jnp.float32)
     along = lambda x, y: tree_sum(x * y)  # noqa: E731
     d_G = along(q32, d_q) + along(k32, d_k_row) - along(k32, d_k_column)
-    folded = tree_sum(along(k32, d_k_fold)) + whole[..., 0, 0] * tree_sum(
-        along(entry, d_after)
-    )
+    folded = tree_sum(along(k32, d_k_fold)) + whole[..., 0, 0] * tree_sum(along(entry, d_after))
     d_G = d_G.at[..., -1].add(folded)
     d_beta = along(d_residual.astype(jnp.float32), t.v - grown * seen) + along(d_lower, t.kk)
     add = lambda total, x: (total + x,) * 2  # noqa: E731

@@ -90,16 +90,18 @@ def decode(policy: Policy, inputs, gates, state, layer, batch) -> tuple[jax.Arra
     row = batch.piece_first % policy.chunk
     fresh = (batch.piece_first < policy.chunk).astype(jnp.int32)
     slot = batch.slot[jnp.where(used > 0, batch.piece_seq, 0)]
-    where = (batch.piece_row, row, used, slot, jnp.reshape(layer, (1,)).astype(jnp.int32))
+    g, beta = gates
+    token, at = batch.piece_row, jnp.reshape(layer, (1,)).astype(jnp.int32)
     full, operand, keys, inverse, residual, update, decay = refs = [jax.new_ref(x) for x in state]
     out = jax.new_ref(jnp.zeros(v.shape, v.dtype))
     pad = -k.shape[0] * k.shape[1] % policy.chunk
     q, k = (jnp.pad(x.reshape(-1, x.shape[2]), ((0, pad), (0, 0))) for x in (q, k))
     x = gated_delta_decode.normalize(q, k, epsilon=policy.l2_epsilon)
-    y = gated_delta_decode.prepare_row(x, *gates, *where, keys, inverse, decay)
+    y = gated_delta_decode.prepare_row(x, g, beta, token, row, used, slot, at, keys, inverse, decay)
     gated_delta_decode.advance_row(
-        x, v, gates[1], y, fresh, *where, full, operand, keys, residual, update, decay, out
-    )
+        x, v, beta, y, fresh, token, row, used, slot, at,
+        full, operand, keys, residual, update, decay, out,
+    )  # fmt: skip
     return jax.freeze(out), tuple(jax.freeze(x) for x in refs)
 
 
