@@ -10,9 +10,9 @@ from isojax.batch import Bucket, Segment, build
 from isojax.numerics.policy import Policy
 from isojax.ops.gated_delta import gated_delta, init_state
 
-HK, HV, K, V, C = 1, 2, 64, 64, 64
+HK, HV, K, V, C = 1, 3, 64, 64, 64
 MOSAIC, REFERENCE = Policy(evaluation="mosaic"), Policy()
-WEIGHTS = jnp.asarray([0.3, -0.5], jnp.float32), jnp.asarray([1.0, -1.0], jnp.float32)
+WEIGHTS = jnp.asarray([0.3, -0.5, -3.0]), jnp.asarray([1.0, -1.0, 0.0])
 
 
 def tokens(length, seed):
@@ -94,17 +94,34 @@ def test_gradient_agrees_with_the_reference():
         close(*(np.asarray(x.astype(jnp.float32)) for x in (mine, want)), 1e-2)
 
 
+@pytest.mark.parametrize("heads", [(16, 32), (2, 4), (16, 48), (4, 4)])
 @pytest.mark.parametrize("piece_rows", [C, 1])
-def test_lowers_at_35b_shapes(piece_rows):
+def test_lowers_at_model_shapes(piece_rows, heads):
+    key_heads, value_heads = heads
     count = 128 if piece_rows == C else 4
     shape = lambda *s, dtype=jnp.bfloat16: jax.ShapeDtypeStruct(s, dtype)  # noqa: E731
+    weights = [shape(value_heads, dtype=jnp.float32)] * 2
+    rows = [shape(count, n, 128) for n in (key_heads, key_heads, value_heads)]
+    gates = [shape(count, value_heads)] * 2
     bucket = Bucket(count, 4, 4, 1, piece_rows)
     batch = build([Segment([0], 70, [], 0)], bucket, C)
-    state = jax.eval_shape(lambda: init_state(3, 4, 16, 32, 128, 128, MOSAIC))
-    args = (
-        shape(count, 16, 128), shape(count, 16, 128), shape(count, 32, 128), shape(count, 32),
-        shape(count, 32), shape(32, dtype=jnp.float32), shape(32, dtype=jnp.float32), state,
-        shape(dtype=jnp.int32), batch,
-    )  # fmt: skip
-    lowered = gated_delta.trace(*args, policy=MOSAIC).lower(lowering_platforms=("cuda",))
-    assert lowered.as_text().count("mosaic_gpu") >= 2
+    state = jax.eval_shape(lambda: init_state(3, 4, *heads, 128, 128, MOSAIC))
+
+    def call(*x):
+        return gated_delta(*x, policy=MOSAIC)
+
+    def gradient(*x):
+        out, pull = jax.vjp(lambda *y: call(*y, *x[7:])[0], *x[:7])
+        return pull(out)
+
+    args = (*rows, *gates, *weights, state, shape(dtype=jnp.int32), batch)
+    for function, kernels in ((call, 3 if piece_rows == 1 else 2), (gradient, 4)):
+        if piece_rows == C or function is call:
+            lowered = jax.jit(function).trace(*args).lower(lowering_platforms=("cuda",))
+            assert lowered.as_text().count("custom_call @mosaic_gpu") == kernels
+
+
+def test_arguments_are_checked():
+    state = dirty(MOSAIC)
+    with pytest.raises(ValueError, match="bfloat16"):
+        feed(Policy(evaluation="mosaic", compute_dtype="float32"), state, [(tokens(3, 0), 0, 0, 3)])
