@@ -16,6 +16,7 @@ from jax.tree_util import register_dataclass
 
 from isojax.numerics.policy import Policy
 from isojax.numerics.trees import tree_sum
+from isojax.ops.gated_delta_state import DeltaState
 from pallas_kernels import gated_delta_backward, gated_delta_decode, gated_delta_prefill
 
 
@@ -79,11 +80,10 @@ def _check(policy: Policy, k: jax.Array, v: jax.Array) -> None:
         raise ValueError(f"head widths are multiples of 64, got {k.shape[2]} and {v.shape[2]}")
 
 
-def decode(policy: Policy, inputs, gates, state, layer, batch) -> tuple[jax.Array, tuple]:
-    """One token a sequence. state: the state's leaves, in the order of `DeltaState`.
-
-    Returns (out [T, Hv, V], state's leaves).
-    """
+def decode(
+    policy: Policy, inputs, gates, state: DeltaState, layer, batch
+) -> tuple[jax.Array, DeltaState]:
+    """One token a sequence -> (out [T, Hv, V], state'), see `gated_delta`."""
     q, k, v = inputs
     _check(policy, k, v)
     used = (batch.piece_len > 0).astype(jnp.int32)
@@ -92,44 +92,40 @@ def decode(policy: Policy, inputs, gates, state, layer, batch) -> tuple[jax.Arra
     slot = batch.slot[jnp.where(used > 0, batch.piece_seq, 0)]
     g, beta = gates
     token, at = batch.piece_row, jnp.reshape(layer, (1,)).astype(jnp.int32)
-    full, operand, keys, inverse, residual, update, decay = refs = [jax.new_ref(x) for x in state]
+    held = jax.tree.map(jax.new_ref, state)
+    kept = (held.keys, held.inverse, held.decay)
+    read = (held.state, held.operand, held.keys, held.residual, held.update, held.decay)
     out = jax.new_ref(jnp.zeros(v.shape, v.dtype))
     pad = -k.shape[0] * k.shape[1] % policy.chunk
     q, k = (jnp.pad(x.reshape(-1, x.shape[2]), ((0, pad), (0, 0))) for x in (q, k))
     x = gated_delta_decode.normalize(q, k, epsilon=policy.l2_epsilon)
-    y = gated_delta_decode.prepare_row(x, g, beta, token, row, used, slot, at, keys, inverse, decay)
-    gated_delta_decode.advance_row(
-        x, v, beta, y, fresh, token, row, used, slot, at,
-        full, operand, keys, residual, update, decay, out,
-    )  # fmt: skip
-    return jax.freeze(out), tuple(jax.freeze(x) for x in refs)
+    y = gated_delta_decode.prepare_row(x, g, beta, token, row, used, slot, at, *kept)
+    gated_delta_decode.advance_row(x, v, beta, y, fresh, token, row, used, slot, at, *read, out)
+    return jax.freeze(out), jax.tree.map(jax.freeze, held)
 
 
 def prefill(
-    policy: Policy, inputs, gates, state, layer, batch, *, save: bool
-) -> tuple[jax.Array, tuple, tuple]:
-    """Any pieces. `save`: keep what the backward reads.
-
-    Returns (out [T, Hv, V], state's leaves, saved).
-    """
+    policy: Policy, inputs, gates, state: DeltaState, layer, batch, *, save: bool
+) -> tuple[jax.Array, DeltaState, tuple]:
+    """Any pieces -> (out [T, Hv, V], state', what `backward` reads if `save`)."""
     q, k, v = inputs
     _check(policy, k, v)
     place = tiles(batch, policy.chunk)
     at = jnp.reshape(layer, (1,)).astype(jnp.int32)
-    refs = [jax.new_ref(x) for x in state]
+    held = jax.tree.map(jax.new_ref, state)
     g, beta = (place.take(x) for x in gates)
     q, k, factors, G, T, scores = gated_delta_prefill.prepare(
         place.take(q), place.take(k), g, beta, place.offset, place.slot, at,
-        refs[2], refs[3], refs[6], epsilon=policy.l2_epsilon,
+        held.keys, held.inverse, held.decay, epsilon=policy.l2_epsilon,
     )  # fmt: skip
     value = place.take(v)
     fresh = (batch.context == 0).astype(jnp.int32)
     o, *rest = gated_delta_prefill.advance(
         q, k, value, G, beta, T, scores, place.offset, place.length, place.first, place.count,
-        fresh, batch.slot, at, tuple(refs), save=save,
+        fresh, batch.slot, at, tuple(jax.tree.leaves(held)), save=save,
     )  # fmt: skip
     saved = (place, q, k, factors, value, G, beta, T, scores, *rest) if save else ()
-    return place.put(o, v.shape[0]), tuple(jax.freeze(x) for x in refs), saved
+    return place.put(o, v.shape[0]), jax.tree.map(jax.freeze, held), saved
 
 
 def backward(saved: tuple, d_out: jax.Array) -> tuple[jax.Array, ...]:
