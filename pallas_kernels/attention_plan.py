@@ -1,0 +1,124 @@
+"""Work lists of the attention kernels, built on the device from the integers of a ragged batch.
+
+A list says which rows and keys a thread block handles and in what order blocks start (longest first). It is
+deployment: no entry can change a bit of a result. Build it once a step; all layers share it.
+"""
+
+import dataclasses
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax.tree_util import register_dataclass
+
+ROW_ALIGNMENT = 8  # rows of a swizzled shared-memory tile: query tiles start at such rows
+
+# columns of a tile
+TILE_ROW, TILE_POSITION, TILE_LOW, TILE_HIGH, TILE_SEQ, TILE_END, TILE_BLOCKS = range(7)
+# columns of an item
+ITEM_ROW, ITEM_POSITION, ITEM_SEQ, ITEM_SEGMENT, ITEM_BLOCKS = range(5)
+COLUMNS = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Blocking:
+    """Static numbers of the softmax and of the work lists.
+
+    kv_block: keys of one softmax step. kv_segment: keys of one softmax state. Both move bits.
+    tile_tokens: query tokens of a prefill tile: 64, or 128 when the two warpgroups share no KV head otherwise.
+    """
+
+    kv_block: int = 64
+    kv_segment: int = 4096
+    tile_tokens: int = 64
+
+    def __post_init__(self) -> None:
+        if self.kv_block % 64 or self.kv_segment % self.kv_block:
+            raise ValueError(
+                f"kv_block ({self.kv_block}) must be a multiple of 64 and divide kv_segment ({self.kv_segment})"
+            )
+
+
+@partial(
+    register_dataclass,
+    data_fields=["tiles", "tile_count", "items", "item_count", "segments"],
+    meta_fields=[],
+)
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """int32 work lists, longest entry first.
+
+    tiles [NT, 8], tile_count [1]: tiles of query rows, with all keys before them (see the TILE_ columns): first
+      row (a multiple of 8) and its position (negative if the tile begins before its sequence), rows [low, high)
+      that are its sequence's, the sequence, the end of the sequence's keys, KV blocks to visit.
+    items [NI, 8], item_count [1]: one decoded token and one KV segment: row, position, sequence, segment,
+      KV blocks of the segment to visit.
+    segments [S]: KV segments of each sequence that decodes one token; 0 for every other.
+    """
+
+    tiles: jax.Array
+    tile_count: jax.Array
+    items: jax.Array
+    item_count: jax.Array
+    segments: jax.Array
+
+
+def _owner(counts: jax.Array, size: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """For entries laid end to end, counts[s] of each s: owner, index within the owner, validity; all [size]."""
+    end = jnp.cumsum(counts)
+    entry = jnp.arange(size, dtype=jnp.int32)
+    owner = jnp.searchsorted(end, entry, side="right").astype(jnp.int32)
+    valid = owner < counts.shape[0]
+    owner = jnp.where(valid, owner, 0)
+    return owner, entry - (end - counts)[owner], valid
+
+
+def _table(columns: list[jax.Array], work: jax.Array, valid: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Columns as rows of a table, most work first, and the number of valid rows [1]."""
+    order = jnp.argsort(jnp.where(valid, -work, 1), stable=True)
+    table = jnp.stack([c[order] for c in columns], axis=1).astype(jnp.int32)
+    table = jnp.pad(table, ((0, 0), (0, COLUMNS - len(columns))))
+    return table, jnp.sum(valid, dtype=jnp.int32)[None]
+
+
+def plan(
+    start: jax.Array,
+    length: jax.Array,
+    context: jax.Array,
+    *,
+    tokens: int,
+    max_keys: int,
+    blocking: Blocking,
+    decode: bool,
+) -> Plan:
+    """Work lists of one call.
+
+    Args:
+      start, length, context: int32 [S]; first row, new tokens and cached tokens of each sequence.
+      tokens: T, rows of the batch. max_keys: most keys that a sequence may have.
+      decode: whether sequences that contribute one token are split over KV segments (items) rather than made
+        tiles of 64 rows.
+    """
+    block, rows = blocking.kv_block, blocking.tile_tokens
+    single = (length == 1) if decode else jnp.zeros_like(length, bool)
+
+    shift = start % ROW_ALIGNMENT
+    count = jnp.where(single | (length == 0), 0, (shift + length + rows - 1) // rows)
+    size = (tokens + start.shape[0] * (rows + ROW_ALIGNMENT - 2)) // rows
+    seq, k, valid = _owner(count, size)
+    row = start[seq] - shift[seq] + k * rows
+    position = context[seq] - shift[seq] + k * rows
+    low = jnp.maximum(start[seq] - row, 0)
+    high = jnp.minimum(start[seq] + length[seq] - row, rows)
+    blocks = (position + high - 1) // block + 1
+    end = context[seq] + length[seq]
+    tiles, tile_count = _table([row, position, low, high, seq, end, blocks], blocks, valid)
+
+    per_segment = blocking.kv_segment // block
+    blocks = jnp.where(single, context // block + 1, 0)
+    segments = (blocks + per_segment - 1) // per_segment
+    size = start.shape[0] * (-(-max_keys // blocking.kv_segment)) if decode else 1
+    seq, k, valid = _owner(segments, size)
+    work = jnp.minimum(blocks[seq] - k * per_segment, per_segment)
+    items, item_count = _table([start[seq], context[seq], seq, k, work], work, valid)
+    return Plan(tiles, tile_count, items, item_count, segments)
