@@ -15,6 +15,7 @@ from jax import lax
 
 from pallas_kernels import attention_softmax as softmax
 from pallas_kernels.attention_mma import accumulate, operand, product
+from pallas_kernels.attention_pages import SHARED_BYTES, clear_stale, drain, load_block
 from pallas_kernels.attention_plan import (
     TILE_BLOCKS,
     TILE_END,
@@ -27,8 +28,6 @@ from pallas_kernels.attention_plan import (
     Plan,
 )
 from pallas_kernels.attention_softmax import ROWS
-
-SHARED_BYTES = 227 * 1024
 
 
 def heads_per_block(group: int) -> int:
@@ -44,32 +43,6 @@ def stages(dim: int, block: int) -> int:
     """KV blocks in the ring: what fits beside the queries and the staging of partial tiles."""
     fixed = 2 * ROWS * dim * 2 + 2 * ROWS * tail_columns(dim) * 2 + 4096
     return min(4, (SHARED_BYTES - fixed) // (2 * block * dim * 2))
-
-
-def clear_stale(values, first: jax.Array, end: jax.Array) -> None:
-    """Zero the rows of a block of values [B, D] in shared memory whose position is not below `end`.
-
-    A page's unused part may hold anything, and 0 * NaN is NaN. `first`: position of row 0.
-    """
-    rows, dim = values.shape
-    for row in range(0, rows, ROWS):
-        for column in range(0, dim, 64):
-            ref = values.at[pl.ds(row, ROWS), pl.ds(column, 64)]
-            x = plgpu.load(ref, layout=plgpu.Layout.WGMMA)
-            index = plgpu.broadcasted_iota(jnp.int32, x.shape, 0, layout=plgpu.Layout.WGMMA)
-            ref[...] = jnp.where(index + (first + row) < end, x, jnp.zeros_like(x))
-    plgpu.commit_smem()
-
-
-def load_block(pages, table, seq, head, block_index, target, barrier, *, page: int) -> None:
-    """Start copying KV block `block_index` of a sequence into shared memory [B, D]."""
-    size = target.shape[0]
-    unit = min(page, size)
-    for i in range(size // unit):
-        position = block_index * size + i * unit
-        entry = jnp.minimum(lax.div(position, page), table.shape[1] - 1)
-        source = pages.at[table[seq, entry], pl.ds(lax.rem(position, page), unit), head]
-        plgpu.copy_gmem_to_smem(source, target.at[pl.ds(i * unit, unit)], barrier)
 
 
 def _kernel(
@@ -230,6 +203,8 @@ def _kernel(
             )
 
         lax.fori_loop(0, blocks, load, None)
+        drain(k_free, blocks)
+        drain(v_free, blocks)
 
     @pl.when(tile < count[0])
     def _():
