@@ -343,12 +343,13 @@ def backward(
     """Gradients of causal attention over the whole sequences of `plan`.
 
     Args:
-      q, out, dout: bfloat16 [T, Hq, D]; k, v: bfloat16 [T, Hkv, D]; T a multiple of 8, at least 64; D a multiple of
-        64, at most 256. lse: float32 [T, Hq], natural. scale: factor of q . k.
+      q, out, dout: bfloat16 [R, Hq, D]; k, v: bfloat16 [R, Hkv, D]; sequences at the rows that `plan.tiles` names; R
+        a multiple of 8, at least 64; D a multiple of 64, at most 256. scale: factor of q . k.
+      lse: float32 [T, Hq], natural log-sum-exp, at the rows of the batch.
       max_length: most tokens of a sequence. scratch_bytes: how much dS to hold at a time; KV heads are taken
         in turns to stay within it, one at least.
     Returns:
-      dq bfloat16 [T, Hq, D]; dk and dv float32 [T, Hkv, D], summed over each KV head's query heads as a balanced
+      dq bfloat16 [T, Hq, D] and dk, dv float32 [T, Hkv, D] at the rows of the batch; dk and dv are summed over each KV head's query heads as a balanced
       tree of neighbours. Rows of no sequence are zero.
     """
     heads, dim = q.shape[1:]
@@ -357,9 +358,7 @@ def backward(
     longest = -(-max_length // ROWS)
     tiles = plan.tiles.shape[0]
     pairs = tiles * (longest + 1) // 2
-    row = plan.tiles[:, ROW] + plan.tiles[:, INDEX] * ROWS
-    rows = row[:, None] + jnp.arange(ROWS, dtype=jnp.int32)
-    lse = jnp.swapaxes(lse.at[rows].get(mode="fill", fill_value=0.0) * LOG2E, 1, 2)
+    lse = jnp.swapaxes(lse.at[plan.rows].get(mode="fill", fill_value=0.0) * LOG2E, 1, 2)
     delta = _deltas(out, dout, plan, interpret)
 
     at_once = max(1, min(kv_heads, scratch_bytes // (pairs * group * ROWS * ROWS * q.dtype.itemsize)))

@@ -49,8 +49,8 @@ def clear_stale(values, first: jax.Array, end: jax.Array) -> None:
 
 
 def _write_kernel(k, v, k_pages, v_pages, table, seq, row, first, length, staging, ready, *, most: int):
-    """One piece: its rows of k and v, in runs of a power of two rows, through shared memory."""
-    piece = lax.axis_index("piece")
+    """One piece and KV head: rows of k and v, in runs of a power of two rows, through shared memory."""
+    piece, head = lax.axis_index("piece"), lax.axis_index("head")
     page = k_pages.shape[1]
     count, source, position = length[piece], row[piece], first[piece]
     target_page = table[seq[piece], lax.div(position, page)]
@@ -72,7 +72,7 @@ def _write_kernel(k, v, k_pages, v_pages, table, seq, row, first, length, stagin
                 lax.cond(
                     some,
                     lambda: plgpu.copy_gmem_to_smem(
-                        values.at[pl.ds(source + at, size)], staging.at[which, pl.ds(at, size)], ready
+                        values.at[pl.ds(source + at, size), head], staging.at[which, pl.ds(at, size)], ready
                     ),
                     lambda: plgpu.barrier_arrive(ready),
                 )
@@ -85,7 +85,7 @@ def _write_kernel(k, v, k_pages, v_pages, table, seq, row, first, length, stagin
                 pl.when(some)(
                     lambda: plgpu.copy_smem_to_gmem(
                         staging.at[which, pl.ds(at, size)],
-                        pages.at[target_page, pl.ds(offset + at, size)],
+                        pages.at[target_page, pl.ds(offset + at, size), head],
                     )
                 )
 
@@ -124,17 +124,14 @@ def write_pages(
         )
     most = 1 << (piece_rows.bit_length() - 1)
     copies = 2 * most.bit_length()
-    staging = 2 * piece_rows
-    if staging * k.shape[1] * k.shape[2] * 2 > SHARED_BYTES - 4096:
-        raise ValueError(f"pieces of {piece_rows} rows of {k.shape[1:]} do not fit shared memory")
     k_ref, v_ref = jax.new_ref(k_pages), jax.new_ref(v_pages)
     plgpu.kernel(
         functools.partial(_write_kernel, most=most),
         out_type=(),
-        grid=(piece_seq.shape[0],),
-        grid_names=("piece",),
+        grid=(piece_seq.shape[0], k.shape[1]),
+        grid_names=("piece", "head"),
         scratch_types=[
-            plgpu.SMEM((2, piece_rows, *k.shape[1:]), k.dtype),
+            plgpu.SMEM((2, piece_rows, k.shape[2]), k.dtype),
             plgpu.Barrier(num_arrivals=copies),
         ],
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),

@@ -130,34 +130,39 @@ ROW, INDEX, COUNT, LENGTH, FIRST, PAIRS = range(6)
 
 @partial(
     register_dataclass,
-    data_fields=["tiles", "by_query", "by_key", "count", "tile", "offset"],
+    data_fields=["tiles", "by_query", "by_key", "count", "rows", "tile", "offset"],
     meta_fields=[],
 )
 @dataclasses.dataclass(frozen=True)
 class TrainingPlan:
     """int32 work lists of the backward: whole sequences, cut into tiles of 64 tokens from their first.
 
-    tiles [NT, 8]: first row of the sequence (a multiple of 8), index of the tile in the sequence, tiles and
-      tokens of the sequence, number of the sequence's first tile, number of its first pair of tiles. Query tile
-      i and key tile j <= i of a sequence are pair i (i + 1) / 2 + j of its own.
+    tiles [NT, 8]: the row that the kernels find the sequence's first token at (a multiple of 8), index of the tile
+      in the sequence, tiles and tokens of the sequence, number of the sequence's first tile, number of its
+      first pair of tiles. Query tile i and key tile j <= i of a sequence are pair i (i + 1) / 2 + j of its own.
     by_query, by_key [NT]: tiles in the order in which to visit them as queries and as keys, most work first.
     count [1]: how many tiles there are.
-    tile, offset [T]: tile and place in it of every row; tile = NT at padding rows.
+    rows [NT, 64]: row of the batch of every place in a tile; T where there is none.
+    tile, offset [T]: the inverse, tile and place of every row; tile = NT at padding rows.
     """
 
     tiles: jax.Array
     by_query: jax.Array
     by_key: jax.Array
     count: jax.Array
+    rows: jax.Array
     tile: jax.Array
     offset: jax.Array
 
 
-def plan_training(start: jax.Array, length: jax.Array, *, tokens: int, rows: int) -> TrainingPlan:
+def plan_training(
+    start: jax.Array, length: jax.Array, at: jax.Array, *, tokens: int, rows: int
+) -> TrainingPlan:
     """Work lists of one backward call.
 
     Args:
-      start, length: int32 [S]; first row and tokens of each whole sequence; starts are multiples of 8.
+      start, length: int32 [S]; first row and tokens of each whole sequence.
+      at: int32 [S]; where the kernels find each sequence's first row; multiples of 8.
       tokens: T. rows: tokens of a tile.
     """
     count = (length + rows - 1) // rows
@@ -166,22 +171,25 @@ def plan_training(start: jax.Array, length: jax.Array, *, tokens: int, rows: int
     first = (jnp.cumsum(count) - count)[seq]
     pairs = count * (count + 1) // 2
     pair_first = (jnp.cumsum(pairs) - pairs)[seq]
-    columns = [start[seq], index, count[seq], length[seq], first, pair_first]
+    columns = [at[seq], index, count[seq], length[seq], first, pair_first]
     tiles = jnp.stack([jnp.where(valid, c, 0) for c in columns], axis=1).astype(jnp.int32)
-    order = lambda work: jnp.argsort(jnp.where(valid, -work, 1), stable=True).astype(jnp.int32)  # noqa: E731
 
-    # rows of a sequence's tiles, dropped where they lie beyond its end
+    def order(work):
+        return jnp.argsort(jnp.where(valid, -work, 1), stable=True).astype(jnp.int32)
+
     inside = jnp.arange(rows, dtype=jnp.int32)
     place = index[:, None] * rows + inside
-    at = jnp.where(valid[:, None] & (place < length[seq][:, None]), start[seq][:, None] + place, tokens)
-    entry = jnp.broadcast_to(jnp.arange(size, dtype=jnp.int32)[:, None], at.shape)
-    tile = jnp.full((tokens,), size, jnp.int32).at[at].set(entry, mode="drop")
-    offset = jnp.zeros((tokens,), jnp.int32).at[at].set(jnp.broadcast_to(inside, at.shape), mode="drop")
+    used = valid[:, None] & (place < length[seq][:, None])
+    row = jnp.where(used, start[seq][:, None] + place, tokens)
+    entry = jnp.broadcast_to(jnp.arange(size, dtype=jnp.int32)[:, None], row.shape)
     return TrainingPlan(
-        jnp.pad(tiles, ((0, 0), (0, COLUMNS - len(columns)))),
-        order(index + 1),
-        order(count[seq] - index),
-        jnp.sum(valid, dtype=jnp.int32)[None],
-        tile,
-        offset,
+        tiles=jnp.pad(tiles, ((0, 0), (0, COLUMNS - len(columns)))),
+        by_query=order(index + 1),
+        by_key=order(count[seq] - index),
+        count=jnp.sum(valid, dtype=jnp.int32)[None],
+        rows=row,
+        tile=jnp.full((tokens,), size, jnp.int32).at[row].set(entry, mode="drop"),
+        offset=jnp.zeros((tokens,), jnp.int32).at[row].set(
+            jnp.broadcast_to(inside, row.shape), mode="drop"
+        ),
     )

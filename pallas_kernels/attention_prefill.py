@@ -234,6 +234,15 @@ def store_rows(x, staging, out, row, head, low, high) -> None:
         plgpu.wait_smem_to_gmem(0)
 
 
+def tile_rows(work: Plan, size: int, tokens: int) -> jax.Array:
+    """int32 [NT, size]: the batch's row at every place of a tile that is its sequence's, `tokens` elsewhere."""
+    place = jnp.arange(size, dtype=jnp.int32)
+    column = lambda c: work.tiles[:, c][:, None]  # noqa: E731
+    used = (place >= column(TILE_LOW)) & (place < column(TILE_HIGH))
+    used &= jnp.arange(work.tiles.shape[0])[:, None] < work.tile_count
+    return jnp.where(used, column(TILE_ROW) + place, tokens)
+
+
 def prefill(
     q: jax.Array,
     k_pages: jax.Array,
@@ -253,7 +262,7 @@ def prefill(
       k_pages, v_pages: bfloat16 [N, page, Hkv, D]. page_table: int32 [S, M].
       scale: factor of q . k. lse: whether to return the log-sum-exp too.
     Returns:
-      out bfloat16 [T, Hq, D], written only at the rows of tiles; natural log-sum-exp float32 [NT, Hq, R] of the
+      out bfloat16 [T, Hq, D], zero at the rows of no tile; natural log-sum-exp float32 [NT, Hq, R] of the
       rows of each tile (rows outside [low, high) hold anything), or None.
     """
     tokens, heads, dim = q.shape
@@ -267,13 +276,14 @@ def prefill(
         raise ValueError(f"kv_block {block} of head dimension {dim} does not fit shared memory")
     shape = jax.ShapeDtypeStruct
     rows = blocking.tile_tokens
-    outs = [shape(q.shape, q.dtype)]
+    outs = []
     if lse:
         outs.append(shape((tiles, heads, rows), jnp.float32))
     if spill:
         outs += [shape((tiles, heads, rows), jnp.float32)] * 2
         outs.append(shape((tiles, heads, rows, dim), jnp.float32))
     arrivals = block // min(page, block)
+    out = jax.new_ref(jnp.zeros(q.shape, q.dtype))
     results = plgpu.kernel(
         functools.partial(
             _kernel, scale=scale * softmax.LOG2E, blocking=blocking, lse=lse, spill=spill, interpret=interpret
@@ -300,5 +310,5 @@ def prefill(
         ),
         kernel_name="attention_prefill",
         **({"interpret": plgpu.InterpretGPUParams()} if interpret else {}),
-    )(q, k_pages, v_pages, page_table, work.tiles, work.tile_count)
-    return results[0], results[1] if lse else None
+    )(q, k_pages, v_pages, page_table, work.tiles, work.tile_count, out)
+    return jax.freeze(out), results[0] if lse else None
