@@ -270,37 +270,40 @@ class Exactness:
         self.lengths = np.asarray([512, 511, 449, 385, 321, 256, 193, 130, 129, 65, 64, 3])
         count, total = len(self.lengths), int(self.lengths.sum())
         shape = (count, self.longest, heads.key, heads.dim)
-        self.keys, self.values = draw(rng, *shape) * 2, draw(rng, *shape)
-        self.q = draw(rng, count, self.longest, heads.query, heads.dim) * 2
+        q = draw(rng, count, self.longest, heads.query, heads.dim) * 2
+        self.data = (q, draw(rng, *shape) * 2, draw(rng, *shape))
         self.blocking = attention.blocking_of(heads.query, heads.key, block, segment)
         start = np.cumsum(self.lengths) - self.lengths
         seq = np.repeat(np.arange(count), self.lengths)
         position = np.arange(total) - start[seq]
         rows = -(-total // 8) * 8
         pad = lambda x, fill: np.concatenate([x, np.full(rows - total, fill)])  # noqa: E731
-        self.reference = jnp.zeros((count, self.longest, heads.query, heads.dim), jnp.bfloat16)
-        out = jax.jit(lambda *a: self._run(*a, tiles=True, decode=False))(
-            pad(seq, count), pad(position, 0), start, self.lengths, 0 * start, self._table(rng)
+        run = jax.jit(lambda *a: self._run(*a, tiles=True, decode=False))
+        out = run(
+            self.data, pad(seq, count), pad(position, 0), start, self.lengths, 0 * start,
+            self._table(rng),
+        )  # fmt: skip
+        self.reference = jnp.zeros(q.shape, q.dtype).at[seq, position].set(out[:total])
+        self._count = jax.jit(
+            lambda data, reference, cases: jax.lax.map(
+                lambda case: self._mismatches(data, reference, *case), cases
+            )
         )
-        self.reference = self.reference.at[seq, position].set(out[:total])
-        self.count = jax.jit(lambda *cases: jax.lax.map(lambda c: self._mismatches(*c), cases))
 
     def _table(self, rng):
         pages = len(self.lengths) * self.columns
         return rng.permutation(pages + 5)[:pages].reshape(len(self.lengths), self.columns)
 
-    def _run(self, seq, position, start, length, context, table, *, tiles, decode):
+    def _run(self, data, seq, position, start, length, context, table, *, tiles, decode):
         """out [T, Hq, D] of one batch; whatever is not yet known of a sequence is NaN in its pages."""
+        q, *kept = data
         known = (context + length)[:, None] > jnp.arange(self.longest)
-        spoilt = [
-            jnp.where(known[..., None, None], x, jnp.nan).astype(x.dtype)
-            for x in (self.keys, self.values)
-        ]
+        spoilt = [jnp.where(known[..., None, None], x, jnp.nan).astype(x.dtype) for x in kept]
         pools = []
         for x in spoilt:
             pool = jnp.full((table.size + 5, self.page, *x.shape[2:]), jnp.nan, x.dtype)
             pools.append(pool.at[table].set(x.reshape(*table.shape, self.page, *x.shape[2:])))
-        q = self.q.at[seq, position].get(mode="fill", fill_value=jnp.nan)
+        q = q.at[seq, position].get(mode="fill", fill_value=jnp.nan)
         tokens = q.shape[0]
         start, length, context, table = (
             jnp.asarray(x, jnp.int32) for x in (start, length, context, table)
@@ -315,16 +318,12 @@ class Exactness:
         )  # fmt: skip
         return out
 
-    def _mismatches(self, seq, position, start, length, context, table):
-        """Elements that differ from the training call, with and without splitting single tokens."""
-        expected = self.reference.at[seq, position].get(mode="fill", fill_value=0)
+    def _mismatches(self, data, reference, *case):
+        """Elements that differ from the training call, without and with splitting single tokens."""
+        expected = reference.at[case[0], case[1]].get(mode="fill", fill_value=0)
         bits = lambda x: jax.lax.bitcast_convert_type(x, jnp.int16)  # noqa: E731
-        wrong = [
-            jnp.sum(bits(self._run(seq, position, start, length, context, table, tiles=True, decode=d))
-                    != bits(expected))
-            for d in (False, True)
-        ]  # fmt: skip
-        return jnp.stack(wrong)
+        outs = [self._run(data, *case, tiles=True, decode=decode) for decode in (False, True)]
+        return jnp.stack([jnp.sum(bits(out) != bits(expected)) for out in outs])
 
     def case(self, rng):
         """One random batch: decoded tokens, pieces and whole sequences, in any order and with gaps."""
@@ -350,7 +349,8 @@ class Exactness:
     def mismatches(self, seed: int, cases: int) -> np.ndarray:
         """[cases, 2] counts of elements whose bits differ."""
         rng = np.random.default_rng(seed)
-        return np.asarray(self.count(*(np.stack(x) for x in zip(*[self.case(rng) for _ in range(cases)]))))
+        batch = zip(*[self.case(rng) for _ in range(cases)], strict=True)
+        return np.asarray(self._count(self.data, self.reference, tuple(map(np.stack, batch))))
 
 
 @gpu
