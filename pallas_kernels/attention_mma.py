@@ -43,3 +43,20 @@ def accumulate(
         then()
 
     return pl.run_state(issue)(plgpu.ACC.init(acc))
+
+
+def accumulate_and_multiply(
+    acc: jax.Array, a, b, c, d, *, interpret: bool, then: Callable[[], None] = lambda: None
+) -> tuple[jax.Array, jax.Array]:
+    """(acc + a @ b, c @ d), one after the other in the tensor core and awaited together."""
+    if interpret:
+        return accumulate(acc, a, b, interpret=True), product(c, d, then=then)
+
+    def issue(refs):
+        plgpu.wgmma(refs[0], a, b)
+        plgpu.wgmma(refs[1], c, d)
+        then()
+
+    zeros = jnp.zeros((c.shape[0], d.shape[1]), jnp.float32)
+    zeros = plgpu.layout_cast(zeros, plgpu.Layout.WGMMA)
+    return pl.run_state(issue)((plgpu.ACC.init(acc), plgpu.ACC.init(zeros)))

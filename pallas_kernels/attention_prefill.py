@@ -14,7 +14,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import attention_softmax as softmax
-from pallas_kernels.attention_mma import accumulate, operand, product
+from pallas_kernels.attention_mma import (
+    accumulate,
+    accumulate_and_multiply,
+    operand,
+    product,
+)
 from pallas_kernels.attention_pages import SHARED_BYTES, clear_stale, drain, load_block
 from pallas_kernels.attention_plan import (
     TILE_BLOCKS,
@@ -28,6 +33,8 @@ from pallas_kernels.attention_plan import (
     Plan,
 )
 from pallas_kernels.attention_softmax import ROWS
+
+PART = 64  # columns of a state that are folded at a time
 
 
 def heads_per_block(group: int) -> int:
@@ -73,7 +80,7 @@ def _kernel(
         plgpu.barrier_wait(turn)
 
     def compute():
-        plgpu.set_max_registers(232, action="increase")
+        plgpu.set_max_registers(240, action="increase")
         head = unit * per_block + (wg if per_block == 2 else 0)
         first = 0 if per_block == 2 else wg * ROWS  # this warpgroup's first row of the tile
         row = tiles[tile, TILE_ROW] + first
@@ -90,81 +97,106 @@ def _kernel(
         plgpu.barrier_wait(k_ready.at[0])
         pl.when(wg == 1)(swap_turns)
 
-        def step(j, state, masked: bool):
-            m, l, acc = state
+        def scores(j):
+            """Scores of the first block; those of every other are made beside the block before."""
             s = product(queries, k_smem.at[slot(j)].transpose((1, 0)), then=swap_turns)
             plgpu.barrier_arrive(k_free.at[slot(j)])
-            if masked:
-                s = softmax.causal(s, position, j * block)
-            m, shrink, p = softmax.weigh(m, s, scale, masked=masked)
+            return s
+
+        def soften(j, s, state):
+            """Weights of block j, and the state rescaled to take them in."""
+            m, l, acc = state
+            s = lax.cond(
+                j < open_blocks, lambda: s, lambda: softmax.causal(s, position, j * block)
+            )
+            m, shrink, p = softmax.weigh(m, s, scale, masked=True)
             acc *= softmax.rows_of(shrink, acc.shape)
-            l *= shrink
-            p16 = p.astype(q.dtype)
+            l = l * shrink + p.sum(axis=1)
+            return p.astype(q.dtype), (m, l, acc)
 
-            def give_way():
-                plgpu.barrier_arrive(turn)
-                plgpu.barrier_wait(v_ready.at[slot(j)])
-                plgpu.barrier_wait(turn)
+        def step(j, carry):
+            s, state = carry
+            p, (m, l, acc) = soften(j, s, state)
+            acc, l, m, p = lax.optimization_barrier((acc, l, m, p))
+            plgpu.barrier_arrive(turn)
+            plgpu.barrier_wait(v_ready.at[slot(j)])
+            plgpu.barrier_wait(k_ready.at[slot(j + 1)])
+            plgpu.barrier_wait(turn)
+            acc, s = accumulate_and_multiply(
+                acc, p, v_smem.at[slot(j)], queries, k_smem.at[slot(j + 1)].transpose((1, 0)),
+                interpret=interpret, then=swap_turns,
+            )  # fmt: skip
+            plgpu.barrier_arrive(v_free.at[slot(j)])
+            plgpu.barrier_arrive(k_free.at[slot(j + 1)])
+            return s, (m, l, acc)
 
-            if dim <= 128:
-                l += p.sum(axis=1)
-                acc, l, m, p16 = lax.optimization_barrier((acc, l, m, p16))
-                give_way()
-            else:
-                give_way()
-                l += p.sum(axis=1)
-            if masked:
-                pl.when((j + 1) * block > end)(
-                    functools.partial(clear_stale, v_smem.at[slot(j)], j * block, end)
-                )
-
-            def next_keys():
-                pl.when(j + 1 < blocks)(lambda: plgpu.barrier_wait(k_ready.at[slot(j + 1)]))
-
-            acc = accumulate(acc, p16, v_smem.at[slot(j)], interpret=interpret, then=next_keys)
+        def last_step(j, s, state):
+            p, (m, l, acc) = soften(j, s, state)
+            plgpu.barrier_arrive(turn)
+            plgpu.barrier_wait(v_ready.at[slot(j)])
+            plgpu.barrier_wait(turn)
+            pl.when((j + 1) * block > end)(
+                functools.partial(clear_stale, v_smem.at[slot(j)], j * block, end)
+            )
+            acc = accumulate(acc, p, v_smem.at[slot(j)], interpret=interpret, then=swap_turns)
             plgpu.barrier_arrive(v_free.at[slot(j)])
             return m, l, acc
 
-        def segment(index, _):
-            begin = index * per_segment
-            stop = jnp.minimum(begin + per_segment, blocks)
-            middle = jnp.clip(open_blocks, begin, stop)
-            state = softmax.empty(dim)
-            state = lax.fori_loop(begin, middle, functools.partial(step, masked=False), state)
-            state = lax.fori_loop(middle, stop, functools.partial(step, masked=True), state)
-            if not spill:
-                return state
-            state = lax.cond(index > 0, functools.partial(unspill, state), lambda: state)
-            pl.when(stop < blocks)(functools.partial(keep, state))
-            return state
+        def parts(state, folded: bool, kept: bool):
+            """The state, folded into the kept one and kept in its place, some columns at a time.
 
-        def keep(state):
-            rows = pl.ds(first, ROWS)
-            m_spill[tile, head, rows], l_spill[tile, head, rows] = state[:2]
-            acc_spill[tile, head, rows] = state[2]
-
-        def unspill(state):
+            All at once, two states would not fit the registers.
+            """
             m, l, acc = state
             rows, row_layout = pl.ds(first, ROWS), plgpu.Layout.WGMMA.reduce(1)
-            m0 = plgpu.load(m_spill.at[tile, head, rows], layout=row_layout, optimized=False)
-            l0 = plgpu.load(l_spill.at[tile, head, rows], layout=row_layout, optimized=False)
-            parts = []
-            for column in range(0, dim, 64):  # in parts, or the two states would not fit the registers
-                part = slice(column, column + 64)
-                before = plgpu.load(
-                    acc_spill.at[tile, head, rows, pl.ds(column, 64)],
-                    layout=plgpu.Layout.WGMMA, optimized=False,
-                )  # fmt: skip
-                top, total, folded = softmax.fold((m0, l0, before), (m, l, acc[:, part]))
-                parts.append(folded)
-            return top, total, jnp.concatenate(parts, axis=1)
+            if folded:
+                m0 = plgpu.load(m_spill.at[tile, head, rows], layout=row_layout, optimized=False)
+                l0 = plgpu.load(l_spill.at[tile, head, rows], layout=row_layout, optimized=False)
+            columns = []
+            for column in range(0, dim, PART):
+                part, place = acc[:, column : column + PART], pl.ds(column, PART)
+                top, total = m, l
+                if folded:
+                    before = plgpu.load(
+                        acc_spill.at[tile, head, rows, place],
+                        layout=plgpu.Layout.WGMMA, optimized=False,
+                    )  # fmt: skip
+                    top, total, part = softmax.fold((m0, l0, before), (m, l, part))
+                if kept:
+                    acc_spill[tile, head, rows, place] = part
+                columns.append(part)
+            if kept:
+                m_spill[tile, head, rows], l_spill[tile, head, rows] = top, total
+                return softmax.empty(dim)
+            return top, total, jnp.concatenate(columns, axis=1)
 
+        def segment(index, carry):
+            begin = index * per_segment
+            stop = jnp.minimum(begin + per_segment, blocks - 1)
+            s, state = lax.fori_loop(begin, stop, step, carry)
+
+            def keep():
+                return lax.cond(
+                    index > 0,
+                    lambda: parts(state, folded=True, kept=True),
+                    lambda: parts(state, folded=False, kept=True),
+                )
+
+            return s, lax.cond(index < segments - 1, keep, lambda: state)
+
+        carry = scores(0), softmax.empty(dim)
         if spill:
             segments = lax.div(blocks + per_segment - 1, per_segment)
-            m, l, acc = lax.fori_loop(0, segments, segment, softmax.empty(dim))
+            s, state = lax.fori_loop(0, segments, segment, carry)
         else:
-            m, l, acc = segment(0, None)
+            s, state = lax.fori_loop(0, blocks - 1, step, carry)
+        state = last_step(blocks - 1, s, state)
         pl.when(wg == 0)(swap_turns)
+        if spill:
+            state = lax.cond(
+                segments > 1, lambda: parts(state, folded=True, kept=False), lambda: state
+            )
+        m, l, acc = state
 
         if lse:
             lse_out[tile, head, pl.ds(first, ROWS)] = softmax.log_sum_exp(m, l)
@@ -182,7 +214,7 @@ def _kernel(
             store_rows(result, tail_smem.at[wg], out, row, head, low, high)
 
     def feed():
-        plgpu.set_max_registers(40, action="decrease")
+        plgpu.set_max_registers(32, action="decrease")
         seq, blocks = tiles[tile, TILE_SEQ], tiles[tile, TILE_BLOCKS]
 
         def load(j, _):
