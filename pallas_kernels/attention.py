@@ -10,7 +10,14 @@ import jax.numpy as jnp
 
 from pallas_kernels import attention_backward, attention_decode, attention_prefill
 from pallas_kernels.attention_pages import write_pages as write_pages
-from pallas_kernels.attention_plan import ROW_ALIGNMENT, Blocking, Plan, plan, plan_training
+from pallas_kernels.attention_plan import (
+    ROW_ALIGNMENT,
+    Blocking,
+    Plan,
+    TrainingPlan,
+    plan,
+    plan_training,
+)
 from pallas_kernels.attention_softmax import ROWS
 
 
@@ -103,6 +110,20 @@ def paged_attention(
     return out, sums
 
 
+def plan_attention_backward(
+    start: jax.Array, length: jax.Array, *, tokens: int, aligned: bool
+) -> TrainingPlan:
+    """Work lists of `paged_attention_backward`, for all layers of a step.
+
+    Args:
+      start, length: int32 [S]; first row and tokens of each whole sequence (0: unused entry).
+      tokens: T.
+      aligned: the caller promises that every start is a multiple of 8. Otherwise each backward first
+        copies its rows to such places. It moves no bit.
+    """
+    return plan_training(start, length, tokens=tokens, aligned=aligned)
+
+
 def paged_attention_backward(
     q: jax.Array,
     k: jax.Array,
@@ -110,42 +131,31 @@ def paged_attention_backward(
     out: jax.Array,
     lse: jax.Array,
     dout: jax.Array,
-    start: jax.Array,
-    length: jax.Array,
+    work: TrainingPlan,
     *,
     scale: float,
     max_length: int,
-    aligned: bool = False,
+    chain: int = 1,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Gradient of `paged_attention` over whole sequences (context 0).
 
     Args:
       q, out, dout: bfloat16 [T, Hq, D]; k, v: bfloat16 [T, Hkv, D]; lse: float32 [T, Hq].
-      start, length: int32 [S]; first row and tokens of each sequence (0: unused entry).
+      work: from `plan_attention_backward`.
       scale: factor of q . k. max_length: static; most tokens of a sequence (sizes the scratch).
-      aligned: static; the caller promises that every start is a multiple of 8. Otherwise rows are first copied to
-        such places. It moves no bit.
+      chain: static; query heads of a KV head whose parts of dk and dv are summed one after the other. It
+        moves bits: for gradients that do not depend on the mesh, no more than the query heads that a rank
+        holds of a KV head on any mesh. Longer chains save memory traffic.
     Returns:
-      dq bfloat16 [T, Hq, D]; dk, dv float32 [T, Hkv, D]: per KV head the balanced tree over the neighbours of its
-      query heads, for the caller to join with other ranks' and to round. Zero at padding rows.
+      dq bfloat16 [T, Hq, D]; dk, dv float32 [T, Hkv, D]: per KV head a balanced tree over neighbouring
+      chains, for the caller to join with other ranks' and to round. Zero at padding rows.
     """
-    tokens = q.shape[0]
-    if aligned:
-        at, arrays = start, [_pad_rows(x) for x in (q, k, v, out, dout)]
-    else:
-        span = -(-length // ROW_ALIGNMENT) * ROW_ALIGNMENT
-        at = jnp.cumsum(span) - span
-        size = tokens + (ROW_ALIGNMENT - 1) * start.shape[0]
-        seq = jnp.searchsorted(jnp.cumsum(span), jnp.arange(size), side="right")
-        seq = jnp.minimum(seq, start.shape[0] - 1)
-        place = jnp.arange(size) - at[seq]
-        source = jnp.where(place < length[seq], start[seq] + place, tokens)
-        arrays = [
-            _pad_rows(x.at[source].get(mode="fill", fill_value=0)) for x in (q, k, v, out, dout)
-        ]
-    work = plan_training(start, length, at, tokens=tokens, rows=ROWS)
-    q, k, v, out, dout = arrays
+    arrays = (q, k, v, out, dout)
+    if work.source is not None:
+        arrays = [x.at[work.source].get(mode="fill", fill_value=0) for x in arrays]
+    q, k, v, out, dout = map(_pad_rows, arrays)
     return attention_backward.backward(
-        q, k, v, out, lse, dout, work, scale=scale, max_length=max_length, interpret=interpret
-    )
+        q, k, v, out, lse, dout, work, scale=scale, max_length=max_length, chain=chain,
+        interpret=interpret,
+    )  # fmt: skip

@@ -69,12 +69,11 @@ def _delta_kernel(out, dout, tiles, count, delta, out_smem, dout_smem, ready):
 def _key_kernel(
     q, k, v, dout, lse, delta, tiles, order, count, dk, dv, ds, k_smem, v_smem, q_smem, dout_smem, lse_smem,
     delta_smem, p_smem, ds_smem, kv_ready, q_ready, dout_ready, free, p_ready, p_free, *, scale: float,
-    first_head: int, interpret: bool,
+    first_head: int, chain: int, interpret: bool,
 ):  # fmt: skip
     wg = lax.axis_index("wg")
-    at, local = lax.axis_index("tile"), lax.axis_index("head")
-    head = first_head + local
-    kv_head = lax.div(head, q.shape[1] // k.shape[1])
+    at, unit = lax.axis_index("tile"), lax.axis_index("unit")
+    kv_head = lax.div(first_head + unit * chain, q.shape[1] // k.shape[1])
     ring, dim = q_smem.shape[0], q.shape[2]
     square = (ROWS, ROWS)
     slot = lambda n: lax.rem(n, ring)  # noqa: E731
@@ -82,7 +81,12 @@ def _key_kernel(
     def work():
         tile = order[at]
         row, index, total, length, first, pairs = (tiles[tile, c] for c in TILE_COLUMNS)
-        steps = total - index
+        visits = total - index  # query tiles that see these keys
+        steps = visits * chain
+
+        def visit(n):
+            """Query tile and query head (of those at hand) of step n."""
+            return index + lax.rem(n, visits), unit * chain + lax.div(n, visits)
 
         def mask(x, i):
             """Zero where a query cannot see the key or lies beyond the sequence; x [keys, queries]."""
@@ -105,7 +109,7 @@ def _key_kernel(
             plgpu.barrier_wait(kv_ready)
 
             def step(n, acc):
-                i, here = index + n, slot(n)
+                (i, _), here = visit(n), slot(n)
                 plgpu.barrier_wait(q_ready.at[here])
                 x = product(k_smem, q_smem.at[here].transpose((1, 0)))
                 top = plgpu.load(lse_smem.at[here], layout=plgpu.Layout.WGMMA.reduce(0))
@@ -119,7 +123,7 @@ def _key_kernel(
                 plgpu.barrier_arrive(free.at[here])
                 return acc
 
-            dv[tile, local] = lax.fori_loop(0, steps, step, zeros())
+            dv[tile, unit] = lax.fori_loop(0, steps, step, zeros())
             plgpu.barrier_wait(p_free)
 
         def keys():
@@ -127,7 +131,7 @@ def _key_kernel(
             plgpu.barrier_wait(kv_ready)
 
             def step(n, acc):
-                i, here = index + n, slot(n)
+                (i, head), here = visit(n), slot(n)
                 plgpu.barrier_wait(dout_ready.at[here])
                 dp = product(v_smem, dout_smem.at[here].transpose((1, 0)))
                 shift = plgpu.load(delta_smem.at[here], layout=plgpu.Layout.WGMMA.reduce(0))
@@ -139,7 +143,7 @@ def _key_kernel(
                 ds_smem[...] = d
                 plgpu.commit_smem()
                 pair = pairs + lax.div(i * (i + 1), 2) + index
-                plgpu.copy_smem_to_gmem(ds_smem, ds.at[pair, local])
+                plgpu.copy_smem_to_gmem(ds_smem, ds.at[pair, head])
                 plgpu.barrier_wait(q_ready.at[here])
                 clear(q_smem.at[here], i)
                 acc = accumulate(acc, d, q_smem.at[here], interpret=interpret)
@@ -147,7 +151,7 @@ def _key_kernel(
                 return acc
 
             acc = lax.fori_loop(0, steps, step, zeros())
-            dk[tile, local] = acc * scale
+            dk[tile, unit] = acc * scale
             plgpu.wait_smem_to_gmem(0)
 
         def feed():
@@ -157,7 +161,8 @@ def _key_kernel(
             plgpu.copy_gmem_to_smem(v.at[rows, kv_head], v_smem, kv_ready)
 
             def load(n, _):
-                here, i = slot(n), index + n
+                (i, head), here = visit(n), slot(n)
+                head += first_head
                 pl.when(n >= ring)(lambda: plgpu.barrier_wait(free.at[here]))
                 rows = pl.ds(row + i * ROWS, ROWS)
                 plgpu.copy_gmem_to_smem(q.at[rows, head], q_smem.at[here], q_ready.at[here])
@@ -253,23 +258,25 @@ def _deltas(out, dout, plan: TrainingPlan, interpret: bool) -> jax.Array:
     )(out, dout, plan.tiles, plan.count)
 
 
-def _by_key(q, k, v, dout, lse, delta, plan, pairs, first_head, heads, scale, interpret):
-    """dK and dV of every tile and query head [NT, heads, 64, D] float32, dS^T [pairs, heads, 64, 64]."""
+def _by_key(q, k, v, dout, lse, delta, plan, pairs, first_head, heads, chain, scale, interpret):
+    """dK and dV [NT, heads / chain, 64, D] float32 of every tile, dS^T [pairs, heads, 64, 64]."""
     dim, tiles = q.shape[2], plan.tiles.shape[0]
     fixed = 2 * ROWS * dim * 2 + ROWS * ROWS * 6 + 8192
     ring = min(4, (SHARED_BYTES - fixed) // (2 * ROWS * dim * 2))
     shape = jax.ShapeDtypeStruct
     return _call(
-        functools.partial(_key_kernel, scale=scale, first_head=first_head, interpret=interpret),
+        functools.partial(
+            _key_kernel, scale=scale, first_head=first_head, chain=chain, interpret=interpret
+        ),
         "attention_backward_keys",
         interpret,
         out_type=[
-            shape((tiles, heads, ROWS, dim), jnp.float32),
-            shape((tiles, heads, ROWS, dim), jnp.float32),
+            shape((tiles, heads // chain, ROWS, dim), jnp.float32),
+            shape((tiles, heads // chain, ROWS, dim), jnp.float32),
             shape((pairs, heads, ROWS, ROWS), q.dtype),
         ],
-        grid=(tiles, heads),
-        grid_names=("tile", "head"),
+        grid=(tiles, heads // chain),
+        grid_names=("tile", "unit"),
         num_threads=3,
         thread_name="wg",
         scratch_types=[
@@ -337,20 +344,23 @@ def backward(
     *,
     scale: float,
     max_length: int,
+    chain: int,
     scratch_bytes: int = 4 << 30,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Gradients of causal attention over the whole sequences of `plan`.
 
     Args:
-      q, out, dout: bfloat16 [R, Hq, D]; k, v: bfloat16 [R, Hkv, D]; sequences at the rows that `plan.tiles` names; R
-        a multiple of 8, at least 64; D a multiple of 64, at most 256. scale: factor of q . k.
+      q, out, dout: bfloat16 [R, Hq, D]; k, v: bfloat16 [R, Hkv, D]; sequences at the rows that
+        `plan.tiles` names; R a multiple of 8, at least 64; D a multiple of 64, at most 256.
       lse: float32 [T, Hq], natural log-sum-exp, at the rows of the batch.
-      max_length: most tokens of a sequence. scratch_bytes: how much dS to hold at a time; KV heads are taken
-        in turns to stay within it, one at least.
+      scale: factor of q . k. max_length: most tokens of a sequence.
+      chain: query heads of a KV head whose parts of dK and dV are summed one after the other.
+      scratch_bytes: how much dS to hold at a time; KV heads are taken in turns to stay within it, one
+        at least.
     Returns:
-      dq bfloat16 [T, Hq, D] and dk, dv float32 [T, Hkv, D] at the rows of the batch; dk and dv are summed over each KV head's query heads as a balanced
-      tree of neighbours. Rows of no sequence are zero.
+      dq bfloat16 [T, Hq, D] and dk, dv float32 [T, Hkv, D] at the rows of the batch, zero at rows of no
+      sequence. dk and dv are summed over each KV head's chains as a balanced tree of neighbours.
     """
     heads, dim = q.shape[1:]
     kv_heads = k.shape[1]
@@ -361,17 +371,18 @@ def backward(
     lse = jnp.swapaxes(lse.at[plan.rows].get(mode="fill", fill_value=0.0) * LOG2E, 1, 2)
     delta = _deltas(out, dout, plan, interpret)
 
-    at_once = max(1, min(kv_heads, scratch_bytes // (pairs * group * ROWS * ROWS * q.dtype.itemsize)))
+    one = pairs * group * ROWS * ROWS * q.dtype.itemsize
+    at_once = max(1, min(kv_heads, scratch_bytes // one))
     dq, dk, dv = [], [], []
     for first in range(0, kv_heads, at_once):
-        count = min(at_once, kv_heads - first) * group
-        common = (plan, first * group, count)
+        span = min(at_once, kv_heads - first)
+        first_head, count = first * group, span * group
         k_part, v_part, ds = _by_key(
-            q, k, v, dout, lse, delta, plan, pairs, first * group, count, scale, interpret
+            q, k, v, dout, lse, delta, plan, pairs, first_head, count, chain, scale, interpret
         )
-        dq.append(_by_query(k, ds, *common, group, scale, interpret))
+        dq.append(_by_query(k, ds, plan, first_head, count, group, scale, interpret))
         for parts, part in ((dk, k_part), (dv, v_part)):
-            parts.append(pair_sum(part.reshape(tiles, count // group, group, ROWS, dim)))
+            parts.append(pair_sum(part.reshape(tiles, span, group // chain, ROWS, dim)))
 
     def to_rows(parts):
         x = jnp.concatenate(parts, axis=1)

@@ -130,7 +130,7 @@ ROW, INDEX, COUNT, LENGTH, FIRST, PAIRS = range(6)
 
 @partial(
     register_dataclass,
-    data_fields=["tiles", "by_query", "by_key", "count", "rows", "tile", "offset"],
+    data_fields=["tiles", "by_query", "by_key", "count", "rows", "tile", "offset", "source"],
     meta_fields=[],
 )
 @dataclasses.dataclass(frozen=True)
@@ -144,6 +144,8 @@ class TrainingPlan:
     count [1]: how many tiles there are.
     rows [NT, 64]: row of the batch of every place in a tile; T where there is none.
     tile, offset [T]: the inverse, tile and place of every row; tile = NT at padding rows.
+    source [R]: the batch's row to copy to each row that the kernels see, T for none; None if they may see the
+      batch as it is.
     """
 
     tiles: jax.Array
@@ -153,18 +155,26 @@ class TrainingPlan:
     rows: jax.Array
     tile: jax.Array
     offset: jax.Array
+    source: jax.Array | None
 
 
 def plan_training(
-    start: jax.Array, length: jax.Array, at: jax.Array, *, tokens: int, rows: int
+    start: jax.Array, length: jax.Array, *, tokens: int, aligned: bool, rows: int = 64
 ) -> TrainingPlan:
     """Work lists of one backward call.
 
     Args:
-      start, length: int32 [S]; first row and tokens of each whole sequence.
-      at: int32 [S]; where the kernels find each sequence's first row; multiples of 8.
+      start, length: int32 [S]; first row and tokens (0: unused entry) of each whole sequence.
       tokens: T. rows: tokens of a tile.
+      aligned: whether the caller promises that every start is a multiple of 8. Otherwise the rows are copied
+        to such places first. It moves no bit.
     """
+    at, source = start, None
+    if not aligned:
+        span = -(-length // ROW_ALIGNMENT) * ROW_ALIGNMENT
+        at = jnp.cumsum(span) - span
+        seq, place, valid = _owner(span, tokens + (ROW_ALIGNMENT - 1) * start.shape[0])
+        source = jnp.where(valid & (place < length[seq]), start[seq] + place, tokens)
     count = (length + rows - 1) // rows
     size = tokens // rows + start.shape[0]
     seq, index, valid = _owner(count, size)
@@ -192,4 +202,5 @@ def plan_training(
         offset=jnp.zeros((tokens,), jnp.int32).at[row].set(
             jnp.broadcast_to(inside, row.shape), mode="drop"
         ),
+        source=source,
     )

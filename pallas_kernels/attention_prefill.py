@@ -35,6 +35,7 @@ from pallas_kernels.attention_plan import (
 from pallas_kernels.attention_softmax import ROWS
 
 PART = 64  # columns of a state that are folded at a time
+MANY = 1 << 30  # more blocks than a sequence can have
 
 
 def heads_per_block(group: int) -> int:
@@ -109,8 +110,10 @@ def _kernel(
             s = lax.cond(
                 j < open_blocks, lambda: s, lambda: softmax.causal(s, position, j * block)
             )
+            before = m
             m, shrink, p = softmax.weigh(m, s, scale, masked=True)
-            acc *= softmax.rows_of(shrink, acc.shape)
+            moved = jnp.where(m == before, 0.0, 1.0).max() > 0
+            acc = lax.cond(moved, lambda: acc * softmax.rows_of(shrink, acc.shape), lambda: acc)
             l = l * shrink + p.sum(axis=1)
             return p.astype(q.dtype), (m, l, acc)
 
@@ -122,8 +125,11 @@ def _kernel(
             plgpu.barrier_wait(v_ready.at[slot(j)])
             plgpu.barrier_wait(k_ready.at[slot(j + 1)])
             plgpu.barrier_wait(turn)
+            # always this warpgroup's queries; but were the index constant, the compiler would keep the
+            # descriptors of all their columns in registers that the state needs
+            again = q_smem.at[wg + lax.div(j, MANY)]
             acc, s = accumulate_and_multiply(
-                acc, p, v_smem.at[slot(j)], queries, k_smem.at[slot(j + 1)].transpose((1, 0)),
+                acc, p, v_smem.at[slot(j)], again, k_smem.at[slot(j + 1)].transpose((1, 0)),
                 interpret=interpret, then=swap_turns,
             )  # fmt: skip
             plgpu.barrier_arrive(v_free.at[slot(j)])

@@ -22,6 +22,7 @@ from jax import lax
 ROWS = 64  # rows of a wgmma tile
 LN2 = 0.6931471805599453
 LOG2E = 1.4426950408889634
+SLACK = 8.0  # how far, in powers of two, a score may exceed m before m follows
 
 State = tuple[jax.Array, jax.Array, jax.Array]
 
@@ -57,7 +58,8 @@ def weigh(m: jax.Array, s: jax.Array, scale: float, *, masked: bool) -> tuple[ja
     scale: the factor of q . k, log2(e) included. masked: whether a row may see no key of this and all earlier
     blocks; its m is then -inf and its weights are zero.
     """
-    top = jnp.maximum(m, jnp.round(s.max(axis=1) * scale))
+    most = s.max(axis=1) * scale
+    top = jnp.where(most > m + SLACK, jnp.round(most), m)
     pivot = jnp.where(top == -jnp.inf, 0.0, top) if masked else top
     return top, jnp.exp2(m - pivot), jnp.exp2(s * scale - rows_of(pivot, s.shape))
 

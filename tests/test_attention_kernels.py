@@ -172,14 +172,13 @@ def test_write_pages(piece_rows):
 
 
 @pytest.mark.parametrize(
-    ("heads", "entries", "aligned"),
+    ("heads", "entries", "aligned", "chain"),
     [
-        (Heads(2, 1, 64), [(0, 70), (72, 100), (0, 0)], True),
-        (Heads(3, 1, 64), [(5, 65), (71, 20)], False),
-        (Heads(2, 2, 64), [(0, 128)], True),
+        (Heads(4, 1, 64), [(0, 70), (72, 100), (0, 0)], True, 2),
+        (Heads(3, 1, 64), [(5, 65), (71, 20)], False, 1),
     ],
 )
-def test_backward(heads, entries, aligned):
+def test_backward(heads, entries, aligned, chain):
     rng, tokens = np.random.default_rng(4), 176
     q, dout = (draw(rng, tokens, heads.query, heads.dim) for _ in range(2))
     k, v = (draw(rng, tokens, heads.key, heads.dim) for _ in range(2))
@@ -197,9 +196,10 @@ def test_backward(heads, entries, aligned):
             total[rows] = part
     spoil = lambda x: jnp.where(used[:, None, None], x, jnp.nan).astype(jnp.bfloat16)  # noqa: E731
     start, length = (jnp.asarray(x, jnp.int32) for x in np.asarray(entries).T)
+    work = attention.plan_attention_backward(start, length, tokens=tokens, aligned=aligned)
     gradients = attention.paged_attention_backward(
-        *map(spoil, (q, k, v, out)), jnp.asarray(lse), spoil(dout), start, length, scale=heads.scale,
-        max_length=tokens, aligned=aligned, interpret=True,
+        *map(spoil, (q, k, v, out)), jnp.asarray(lse), spoil(dout), work, scale=heads.scale,
+        max_length=tokens, chain=chain, interpret=True,
     )  # fmt: skip
     for result, total in zip(gradients, expected, strict=True):
         np.testing.assert_allclose(wide(result), total, atol=0.03, rtol=0.03)
@@ -249,8 +249,9 @@ def test_backward_lowers(heads):
     lse = jax.ShapeDtypeStruct(q.shape[:2], jnp.float32)
 
     def run(q, k, v, out, lse, dout, start, length):
+        work = attention.plan_attention_backward(start, length, tokens=8192, aligned=False)
         return attention.paged_attention_backward(
-            q, k, v, out, lse, dout, start, length, scale=heads.scale, max_length=8192
+            q, k, v, out, lse, dout, work, scale=heads.scale, max_length=8192, chain=2
         )
 
     lower(run, q, k, k, q, lse, q, ints, ints)
