@@ -28,6 +28,7 @@ from pallas_kernels.attention_plan import COUNT, FIRST, INDEX, LENGTH, PAIRS, RO
 from pallas_kernels.attention_softmax import LOG2E, ROWS, rows_of
 
 TILE_COLUMNS = (ROW, INDEX, COUNT, LENGTH, FIRST, PAIRS)
+MANY = 1 << 30  # more steps than a tile has, see attention_prefill
 PART = 64  # columns that pass through registers at a time outside the products
 
 
@@ -105,13 +106,13 @@ def _key_kernel(
             )
 
         def values():
-            plgpu.set_max_registers(232, action="increase")
+            plgpu.set_max_registers(240, action="increase")
             plgpu.barrier_wait(kv_ready)
 
             def step(n, acc):
                 (i, _), here = visit(n), slot(n)
                 plgpu.barrier_wait(q_ready.at[here])
-                x = product(k_smem, q_smem.at[here].transpose((1, 0)))
+                x = product(k_smem.at[lax.div(n, MANY)], q_smem.at[here].transpose((1, 0)))
                 top = plgpu.load(lse_smem.at[here], layout=plgpu.Layout.WGMMA.reduce(0))
                 p = masked(jnp.exp2(x * (scale * LOG2E) - _columns_of(top, square)), i)
                 pl.when(n > 0)(lambda: plgpu.barrier_wait(p_free))
@@ -127,13 +128,13 @@ def _key_kernel(
             plgpu.barrier_wait(p_free)
 
         def keys():
-            plgpu.set_max_registers(232, action="increase")
+            plgpu.set_max_registers(240, action="increase")
             plgpu.barrier_wait(kv_ready)
 
             def step(n, acc):
                 (i, head), here = visit(n), slot(n)
                 plgpu.barrier_wait(dout_ready.at[here])
-                dp = product(v_smem, dout_smem.at[here].transpose((1, 0)))
+                dp = product(v_smem.at[lax.div(n, MANY)], dout_smem.at[here].transpose((1, 0)))
                 shift = plgpu.load(delta_smem.at[here], layout=plgpu.Layout.WGMMA.reduce(0))
                 plgpu.barrier_wait(p_ready)
                 p = plgpu.load(p_smem, layout=plgpu.Layout.WGMMA)
@@ -155,10 +156,10 @@ def _key_kernel(
             plgpu.wait_smem_to_gmem(0)
 
         def feed():
-            plgpu.set_max_registers(40, action="decrease")
+            plgpu.set_max_registers(32, action="decrease")
             rows = pl.ds(row + index * ROWS, ROWS)
-            plgpu.copy_gmem_to_smem(k.at[rows, kv_head], k_smem, kv_ready)
-            plgpu.copy_gmem_to_smem(v.at[rows, kv_head], v_smem, kv_ready)
+            plgpu.copy_gmem_to_smem(k.at[rows, kv_head], k_smem.at[0], kv_ready)
+            plgpu.copy_gmem_to_smem(v.at[rows, kv_head], v_smem.at[0], kv_ready)
 
             def load(n, _):
                 (i, head), here = visit(n), slot(n)
@@ -200,7 +201,7 @@ def _query_kernel(
         steps = index + 1
 
         def multiply():
-            plgpu.set_max_registers(232, action="increase")
+            plgpu.set_max_registers(240, action="increase")
 
             def step(j, acc):
                 here = slot(j)
@@ -221,7 +222,7 @@ def _query_kernel(
             plgpu.wait_smem_to_gmem(0)
 
         def feed():
-            plgpu.set_max_registers(40, action="decrease")
+            plgpu.set_max_registers(32, action="decrease")
             kv_head = lax.div(first_head + unit * width, group)
 
             def load(j, _):
@@ -280,8 +281,8 @@ def _by_key(q, k, v, dout, lse, delta, plan, pairs, first_head, heads, chain, sc
         num_threads=3,
         thread_name="wg",
         scratch_types=[
-            operand((ROWS, dim)),
-            operand((ROWS, dim)),
+            operand((1, ROWS, dim)),
+            operand((1, ROWS, dim)),
             operand((ring, ROWS, dim)),
             operand((ring, ROWS, dim)),
             plgpu.SMEM((ring, ROWS), jnp.float32),
