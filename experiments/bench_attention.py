@@ -116,10 +116,11 @@ def training(batch, length, heads, kv_heads, dim, *, block=64, segment=4096):
 
     @jax.jit
     def plan(start, size):
-        return attention.plan_attention(
+        forward = attention.plan_attention(
             start, size, 0 * start, tokens=tokens, max_keys=columns * 64, decode=False,
             blocking=blocking,
         )  # fmt: skip
+        return forward, attention.plan_attention_backward(start, size, tokens=tokens, aligned=True)
 
     def forward(q, k_pages, v_pages, work, lse=False):
         return attention.paged_attention(
@@ -127,16 +128,17 @@ def training(batch, length, heads, kv_heads, dim, *, block=64, segment=4096):
             decode=False, lse=lse,
         )  # fmt: skip
 
-    def both(q, k, v, dout, k_pages, v_pages, work):
+    def both(q, k, v, dout, k_pages, v_pages, work, backward_work):
         out, lse = forward(q, k_pages, v_pages, work, lse=True)
         return out, attention.paged_attention_backward(
-            q, k, v, out, lse, dout, start, size, scale=scale, max_length=length, aligned=True
-        )
+            q, k, v, out, lse, dout, backward_work, scale=scale, max_length=length,
+            chain=heads // 8,
+        )  # fmt: skip
 
-    pages, work = (place(k), place(v)), plan(start, size)
+    pages, (work, backward_work) = (place(k), place(v)), plan(start, size)
     return (
         (jax.jit(forward), (q, *pages, work)),
-        (jax.jit(both), (q, k, v, dout, *pages, work)),
+        (jax.jit(both), (q, k, v, dout, *pages, work, backward_work)),
         (plan, (start, size)),
     )
 

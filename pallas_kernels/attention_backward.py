@@ -156,7 +156,7 @@ def _key_kernel(
             plgpu.wait_smem_to_gmem(0)
 
         def feed():
-            plgpu.set_max_registers(32, action="decrease")
+            plgpu.set_max_registers(24, action="decrease")
             rows = pl.ds(row + index * ROWS, ROWS)
             plgpu.copy_gmem_to_smem(k.at[rows, kv_head], k_smem.at[0], kv_ready)
             plgpu.copy_gmem_to_smem(v.at[rows, kv_head], v_smem.at[0], kv_ready)
@@ -222,7 +222,7 @@ def _query_kernel(
             plgpu.wait_smem_to_gmem(0)
 
         def feed():
-            plgpu.set_max_registers(32, action="decrease")
+            plgpu.set_max_registers(24, action="decrease")
             kv_head = lax.div(first_head + unit * width, group)
 
             def load(j, _):

@@ -45,6 +45,17 @@ def accumulate(
     return pl.run_state(issue)(plgpu.ACC.init(acc))
 
 
+def product_beside(a, b, other: Callable[[], jax.Array]) -> tuple[jax.Array, jax.Array]:
+    """a @ b in float32, and what `other` computes while the tensor core multiplies; awaits both."""
+
+    def issue(acc):
+        plgpu.wgmma(acc, a, b)
+        result = other()
+        return acc[...], result
+
+    return pl.run_scoped(issue, plgpu.ACC((a.shape[0], b.shape[1]), jnp.float32))
+
+
 def accumulate_and_multiply(
     acc: jax.Array, a, b, c, d, *, interpret: bool, then: Callable[[], None] = lambda: None
 ) -> tuple[jax.Array, jax.Array]:

@@ -16,9 +16,9 @@ from jax import lax
 from pallas_kernels import attention_softmax as softmax
 from pallas_kernels.attention_mma import (
     accumulate,
-    accumulate_and_multiply,
     operand,
     product,
+    product_beside,
 )
 from pallas_kernels.attention_pages import SHARED_BYTES, clear_stale, drain, load_block
 from pallas_kernels.attention_plan import (
@@ -104,47 +104,52 @@ def _kernel(
             plgpu.barrier_arrive(k_free.at[slot(j)])
             return s
 
-        def soften(j, s, state):
-            """Weights of block j, and the state rescaled to take them in."""
-            m, l, acc = state
+        def weigh(j, s, m, l):
+            """Weights of block j, with the new m and l and the factor by which to rescale acc."""
             s = lax.cond(
                 j < open_blocks, lambda: s, lambda: softmax.causal(s, position, j * block)
             )
-            before = m
             m, shrink, p = softmax.weigh(m, s, scale, masked=True)
-            moved = jnp.where(m == before, 0.0, 1.0).max() > 0
-            acc = lax.cond(moved, lambda: acc * softmax.rows_of(shrink, acc.shape), lambda: acc)
-            l = l * shrink + p.sum(axis=1)
-            return p.astype(q.dtype), (m, l, acc)
+            return m, l * shrink + p.sum(axis=1), shrink, p
 
         def step(j, carry):
-            s, state = carry
-            p, (m, l, acc) = soften(j, s, state)
-            acc, l, m, p = lax.optimization_barrier((acc, l, m, p))
+            s, (m, l, acc) = carry
+            before = m
+            m, l, shrink, p = weigh(j, s, m, l)
+            moved = jnp.where(m == before, 0.0, 1.0).max() > 0
+            acc = lax.cond(moved, lambda: acc * softmax.rows_of(shrink, acc.shape), lambda: acc)
+            p = p.astype(q.dtype)
             plgpu.barrier_arrive(turn)
-            plgpu.barrier_wait(v_ready.at[slot(j)])
             plgpu.barrier_wait(k_ready.at[slot(j + 1)])
+            plgpu.barrier_wait(v_ready.at[slot(j)])
             plgpu.barrier_wait(turn)
             # always this warpgroup's queries; but were the index constant, the compiler would keep the
             # descriptors of all their columns in registers that the state needs
             again = q_smem.at[wg + lax.div(j, MANY)]
-            acc, s = accumulate_and_multiply(
-                acc, p, v_smem.at[slot(j)], again, k_smem.at[slot(j + 1)].transpose((1, 0)),
-                interpret=interpret, then=swap_turns,
-            )  # fmt: skip
-            plgpu.barrier_arrive(v_free.at[slot(j)])
+
+            def values():
+                return accumulate(
+                    acc, p, v_smem.at[slot(j)], interpret=interpret, then=swap_turns
+                )
+
+            s, acc = product_beside(again, k_smem.at[slot(j + 1)].transpose((1, 0)), values)
             plgpu.barrier_arrive(k_free.at[slot(j + 1)])
+            plgpu.barrier_arrive(v_free.at[slot(j)])
             return s, (m, l, acc)
 
         def last_step(j, s, state):
-            p, (m, l, acc) = soften(j, s, state)
+            m, l, acc = state
+            m, l, shrink, p = weigh(j, s, m, l)
+            acc *= softmax.rows_of(shrink, acc.shape)
             plgpu.barrier_arrive(turn)
             plgpu.barrier_wait(v_ready.at[slot(j)])
             plgpu.barrier_wait(turn)
             pl.when((j + 1) * block > end)(
                 functools.partial(clear_stale, v_smem.at[slot(j)], j * block, end)
             )
-            acc = accumulate(acc, p, v_smem.at[slot(j)], interpret=interpret, then=swap_turns)
+            acc = accumulate(
+                acc, p.astype(q.dtype), v_smem.at[slot(j)], interpret=interpret, then=swap_turns
+            )
             plgpu.barrier_arrive(v_free.at[slot(j)])
             return m, l, acc
 
@@ -220,7 +225,7 @@ def _kernel(
             store_rows(result, tail_smem.at[wg], out, row, head, low, high)
 
     def feed():
-        plgpu.set_max_registers(32, action="decrease")
+        plgpu.set_max_registers(24, action="decrease")
         seq, blocks = tiles[tile, TILE_SEQ], tiles[tile, TILE_BLOCKS]
 
         def load(j, _):
