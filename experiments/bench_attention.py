@@ -1,4 +1,5 @@
-"""Time the attention kernels beside cuDNN and beside the floors of their FLOPs and bytes, on one GPU.
+"""Time the attention kernels beside cuDNN and beside the floors of their FLOPs and bytes, on one
+GPU.
 
     python experiments/bench_attention.py [--only forward,backward,decode,write] [--json FILE]
 

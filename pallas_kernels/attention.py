@@ -1,8 +1,9 @@
-"""Ragged paged attention on Hopper: write new keys and values to pages, attend to them, differentiate.
+"""Ragged paged attention on Hopper: write new keys and values to pages, attend to them,
+differentiate.
 
-Rows of many sequences lie end to end; integers say whose they are (see `attention_plan`). A row's result depends
-on its own query and the keys of its own sequence up to it, never on the batch, the pages, or the kernel:
-decoding a token and training on it give the same bits.
+Rows of many sequences lie end to end; integers say whose they are (see `attention_plan`). A row's
+result depends on its own query and the keys of its own sequence up to it, never on the batch, the
+pages, or the kernel: decoding a token and training on it give the same bits.
 """
 
 import jax
@@ -46,10 +47,11 @@ def plan_attention(
     """Work lists of `paged_attention`, for all layers of a step.
 
     Args:
-      start, length, context: int32 [S]; first row, new tokens (0: unused entry), cached tokens of each sequence.
+      start, length, context: int32 [S]; first row, new tokens (0: unused entry), cached tokens of
+        each sequence.
       tokens: T. max_keys: columns of the page table times tokens of a page.
-      decode: whether sequences of one new token are split over KV segments (sampling). False makes every
-        sequence tiles of 64 rows (training). It moves no bit.
+      decode: whether sequences of one new token are split over KV segments (sampling). False makes
+        every sequence tiles of 64 rows (training). It moves no bit.
       blocking: from `blocking_of`.
     """
     return plan(
@@ -76,18 +78,18 @@ def paged_attention(
 
     Args:
       q: bfloat16 [T, Hq, D], norm and rotary applied; D 64, 128, 192 or 256.
-      k_pages, v_pages: bfloat16 [N, page, Hkv, D]; the new tokens' keys and values are in place. What lies
-        beyond a sequence's last token is never used, whatever it is.
+      k_pages, v_pages: bfloat16 [N, page, Hkv, D]; the new tokens' keys and values are in place.
+        What lies beyond a sequence's last token is never used, whatever it is.
       page_table: int32 [S, M]; entry j of a sequence holds its positions [page j, page (j + 1)).
       start: int32 [S]; first row of each sequence.
       work, blocking: from `plan_attention`, `blocking_of`.
       scale: factor of q . k.
-      tiles, decode: static; which of the plan's two lists may hold entries. `tiles` is False for a batch of
-        single tokens, `decode` as it was for the plan.
+      tiles, decode: static; which of the plan's two lists may hold entries. `tiles` is False for a
+        batch of single tokens, `decode` as it was for the plan.
       lse: static; also return the log-sum-exp (needs decode=False).
     Returns:
-      out bfloat16 [T, Hq, D], zero at padding rows; natural log-sum-exp float32 [T, Hq] of the scaled scores, zero
-      at padding rows, or None.
+      out bfloat16 [T, Hq, D], zero at padding rows; natural log-sum-exp float32 [T, Hq] of the
+      scaled scores, zero at padding rows, or None.
     Raises:
       ValueError: if lse is asked of a batch that decodes.
     """
@@ -118,8 +120,8 @@ def plan_attention_backward(
     Args:
       start, length: int32 [S]; first row and tokens of each whole sequence (0: unused entry).
       tokens: T.
-      aligned: the caller promises that every start is a multiple of 8. Otherwise each backward first
-        copies its rows to such places. It moves no bit.
+      aligned: the caller promises that every start is a multiple of 8. Otherwise each backward
+        first copies its rows to such places. It moves no bit.
     """
     return plan_training(start, length, tokens=tokens, aligned=aligned)
 
@@ -144,12 +146,13 @@ def paged_attention_backward(
       q, out, dout: bfloat16 [T, Hq, D]; k, v: bfloat16 [T, Hkv, D]; lse: float32 [T, Hq].
       work: from `plan_attention_backward`.
       scale: factor of q . k. max_length: static; most tokens of a sequence (sizes the scratch).
-      chain: static; query heads of a KV head whose parts of dk and dv are summed one after the other. It
-        moves bits: for gradients that do not depend on the mesh, no more than the query heads that a rank
-        holds of a KV head on any mesh. Longer chains save memory traffic.
+      chain: static; query heads of a KV head whose parts of dk and dv are summed one after the
+        other. It moves bits: for gradients that do not depend on the mesh, no more than the query
+        heads that a rank holds of a KV head on any mesh. Longer chains save memory traffic.
     Returns:
-      dq bfloat16 [T, Hq, D]; dk, dv float32 [T, Hkv, D]: per KV head a balanced tree over neighbouring
-      chains, for the caller to join with other ranks' and to round. Zero at padding rows.
+      dq bfloat16 [T, Hq, D]; dk, dv float32 [T, Hkv, D]: per KV head a balanced tree over
+      neighbouring chains, for the caller to join with other ranks' and to round. Zero at padding
+      rows.
     """
     arrays = (q, k, v, out, dout)
     if work.source is not None:

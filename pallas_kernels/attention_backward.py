@@ -5,12 +5,13 @@ With x = scale q.k, P = exp(x - lse) and delta = rowsum(dout * out):
     dV = P^T dO        dS = P * (dO V^T - delta)        dK = scale dS^T Q        dQ = scale dS K
 
 1. delta of every row.
-2. By key tiles: query tiles in ascending order; sums dK and dV and writes the rounded dS^T of every pair of tiles.
-   One warpgroup makes P and dV, a second dP, dS and dK; a third feeds them.
+2. By key tiles: query tiles in ascending order; sums dK and dV and writes the rounded dS^T of every
+   pair of tiles. One warpgroup makes P and dV, a second dP, dS and dK; a third feeds them.
 3. By query tiles: dQ from the stored dS^T, key tiles in ascending order.
 
-Storing dS costs memory traffic that step 2 hides, and saves computing the scores twice. Every sum has an order
-that names only positions of the own sequence: batch composition, packing and grid order cannot move a bit.
+Storing dS costs memory traffic that step 2 hides, and saves computing the scores twice. Every sum
+has an order that names only positions of the own sequence: batch composition, packing and grid
+order cannot move a bit.
 Source: Dao, "FlashAttention-2" (2023), with dQ split off in place of its atomic sum.
 """
 
@@ -22,10 +23,16 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.attention_mma import accumulate, operand, product
+from pallas_kernels.attention_mma import (
+    COMPUTE_REGISTERS,
+    FEED_REGISTERS,
+    accumulate,
+    operand,
+    product,
+)
 from pallas_kernels.attention_pages import SHARED_BYTES, clear_stale, drain
 from pallas_kernels.attention_plan import COUNT, FIRST, INDEX, LENGTH, PAIRS, ROW, TrainingPlan
-from pallas_kernels.attention_softmax import LOG2E, ROWS, rows_of
+from pallas_kernels.attention_softmax import LOG2E, ROWS
 
 TILE_COLUMNS = (ROW, INDEX, COUNT, LENGTH, FIRST, PAIRS)
 MANY = 1 << 30  # more steps than a tile has, see attention_prefill
@@ -68,9 +75,9 @@ def _delta_kernel(out, dout, tiles, count, delta, out_smem, dout_smem, ready):
 
 
 def _key_kernel(
-    q, k, v, dout, lse, delta, tiles, order, count, dk, dv, ds, k_smem, v_smem, q_smem, dout_smem, lse_smem,
-    delta_smem, p_smem, ds_smem, kv_ready, q_ready, dout_ready, free, p_ready, p_free, *, scale: float,
-    first_head: int, chain: int, interpret: bool,
+    q, k, v, dout, lse, delta, tiles, order, count, dk, dv, ds, k_smem, v_smem, q_smem, dout_smem,
+    lse_smem, delta_smem, p_smem, ds_smem, kv_ready, q_ready, dout_ready, free, p_ready, p_free, *,
+    scale: float, first_head: int, chain: int, interpret: bool,
 ):  # fmt: skip
     wg = lax.axis_index("wg")
     at, unit = lax.axis_index("tile"), lax.axis_index("unit")
@@ -90,7 +97,7 @@ def _key_kernel(
             return index + lax.rem(n, visits), unit * chain + lax.div(n, visits)
 
         def mask(x, i):
-            """Zero where a query cannot see the key or lies beyond the sequence; x [keys, queries]."""
+            """x [keys, queries], zero where a query cannot see the key or does not exist."""
             keys = plgpu.broadcasted_iota(jnp.int32, square, 0, layout=plgpu.Layout.WGMMA)
             queries = plgpu.broadcasted_iota(jnp.int32, square, 1, layout=plgpu.Layout.WGMMA)
             queries += i * ROWS
@@ -101,12 +108,10 @@ def _key_kernel(
             return lax.cond(edge, lambda: mask(x, i), lambda: x)
 
         def clear(ref, i):
-            pl.when((i + 1) * ROWS > length)(
-                functools.partial(clear_stale, ref, i * ROWS, length)
-            )
+            pl.when((i + 1) * ROWS > length)(functools.partial(clear_stale, ref, i * ROWS, length))
 
         def values():
-            plgpu.set_max_registers(240, action="increase")
+            plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
             plgpu.barrier_wait(kv_ready)
 
             def step(n, acc):
@@ -128,7 +133,7 @@ def _key_kernel(
             plgpu.barrier_wait(p_free)
 
         def keys():
-            plgpu.set_max_registers(240, action="increase")
+            plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
             plgpu.barrier_wait(kv_ready)
 
             def step(n, acc):
@@ -156,7 +161,7 @@ def _key_kernel(
             plgpu.wait_smem_to_gmem(0)
 
         def feed():
-            plgpu.set_max_registers(24, action="decrease")
+            plgpu.set_max_registers(FEED_REGISTERS, action="decrease")
             rows = pl.ds(row + index * ROWS, ROWS)
             plgpu.copy_gmem_to_smem(k.at[rows, kv_head], k_smem.at[0], kv_ready)
             plgpu.copy_gmem_to_smem(v.at[rows, kv_head], v_smem.at[0], kv_ready)
@@ -167,8 +172,12 @@ def _key_kernel(
                 pl.when(n >= ring)(lambda: plgpu.barrier_wait(free.at[here]))
                 rows = pl.ds(row + i * ROWS, ROWS)
                 plgpu.copy_gmem_to_smem(q.at[rows, head], q_smem.at[here], q_ready.at[here])
-                plgpu.copy_gmem_to_smem(lse.at[first + i, head], lse_smem.at[here], q_ready.at[here])
-                plgpu.copy_gmem_to_smem(dout.at[rows, head], dout_smem.at[here], dout_ready.at[here])
+                plgpu.copy_gmem_to_smem(
+                    lse.at[first + i, head], lse_smem.at[here], q_ready.at[here]
+                )
+                plgpu.copy_gmem_to_smem(
+                    dout.at[rows, head], dout_smem.at[here], dout_ready.at[here]
+                )
                 plgpu.copy_gmem_to_smem(
                     delta.at[first + i, head], delta_smem.at[here], dout_ready.at[here]
                 )
@@ -187,8 +196,8 @@ def _key_kernel(
 
 
 def _query_kernel(
-    k, ds, tiles, order, count, dq, out_smem, k_smem, ds_smem, ready, free, *, scale: float, group: int,
-    first_head: int, interpret: bool,
+    k, ds, tiles, order, count, dq, out_smem, k_smem, ds_smem, ready, free, *, scale: float,
+    group: int, first_head: int, interpret: bool,
 ):  # fmt: skip
     wg, at, unit = (lax.axis_index(name) for name in ("wg", "tile", "unit"))
     ring, (width, _, dim) = k_smem.shape[0], out_smem.shape
@@ -201,7 +210,7 @@ def _query_kernel(
         steps = index + 1
 
         def multiply():
-            plgpu.set_max_registers(240, action="increase")
+            plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
 
             def step(j, acc):
                 here = slot(j)
@@ -222,7 +231,7 @@ def _query_kernel(
             plgpu.wait_smem_to_gmem(0)
 
         def feed():
-            plgpu.set_max_registers(24, action="decrease")
+            plgpu.set_max_registers(FEED_REGISTERS, action="decrease")
             kv_head = lax.div(first_head + unit * width, group)
 
             def load(j, _):
@@ -357,11 +366,12 @@ def backward(
       lse: float32 [T, Hq], natural log-sum-exp, at the rows of the batch.
       scale: factor of q . k. max_length: most tokens of a sequence.
       chain: query heads of a KV head whose parts of dK and dV are summed one after the other.
-      scratch_bytes: how much dS to hold at a time; KV heads are taken in turns to stay within it, one
-        at least.
+      scratch_bytes: how much dS to hold at a time; KV heads are taken in turns to stay within it,
+        one at least.
     Returns:
-      dq bfloat16 [T, Hq, D] and dk, dv float32 [T, Hkv, D] at the rows of the batch, zero at rows of no
-      sequence. dk and dv are summed over each KV head's chains as a balanced tree of neighbours.
+      dq bfloat16 [T, Hq, D] and dk, dv float32 [T, Hkv, D] at the rows of the batch, zero at rows
+      of no sequence. dk and dv are summed over each KV head's chains as a balanced tree of
+      neighbours.
     """
     heads, dim = q.shape[1:]
     kv_heads = k.shape[1]

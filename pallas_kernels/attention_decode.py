@@ -1,8 +1,9 @@
 """Attention of sequences that contribute one token, over paged keys and values.
 
-A long context is cut into KV segments that different thread blocks visit at once; a second kernel folds their
-states in order. The query heads of one KV head fill the first rows of the 64-row tile that prefill uses, in the
-same register layout, so a decoded row takes the steps that it would take in a prefill tile. The idle rows cost
+A long context is cut into KV segments that different thread blocks visit at once; a second kernel
+folds their states in order. The query heads of one KV head fill the first rows of the 64-row tile
+that prefill uses, in the same register layout, so a decoded row takes the steps that it would take
+in a prefill tile. The idle rows cost
 nothing: reading the keys takes longer than multiplying them.
 """
 
@@ -79,7 +80,7 @@ def _decode_kernel(
             plgpu.barrier_wait(q_ready)
 
             def step(j, state, masked: bool):
-                m, l, acc = state
+                m, mass, acc = state
                 here, key = slot(done + j), (first + j) * block
                 plgpu.barrier_wait(k_ready.at[here])
                 s = product(q_smem, k_smem.at[here].transpose((1, 0)))
@@ -89,7 +90,7 @@ def _decode_kernel(
                     s = jnp.where(keys + key <= position, s, -jnp.inf)
                 m, shrink, p = softmax.weigh(m, s, scale, masked=masked)
                 acc *= softmax.rows_of(shrink, acc.shape)
-                l = l * shrink + p.sum(axis=1)
+                mass = mass * shrink + p.sum(axis=1)
                 plgpu.barrier_wait(v_ready.at[here])
                 if masked:
                     pl.when(key + block > position + 1)(
@@ -97,18 +98,20 @@ def _decode_kernel(
                     )
                 acc = accumulate(acc, p.astype(q.dtype), v_smem.at[here], interpret=interpret)
                 plgpu.barrier_arrive(v_free.at[here])
-                return m, l, acc
+                return m, mass, acc
 
             state = softmax.empty(dim)
             state = lax.fori_loop(0, open_blocks, functools.partial(step, masked=False), state)
-            m, l, acc = lax.fori_loop(open_blocks, blocks, functools.partial(step, masked=True), state)
+            m, mass, acc = lax.fori_loop(
+                open_blocks, blocks, functools.partial(step, masked=True), state
+            )
             if whole:
-                stage[...] = softmax.normalise(l, acc).astype(q.dtype)
+                stage[...] = softmax.normalise(mass, acc).astype(q.dtype)
                 plgpu.commit_smem()
                 plgpu.copy_smem_to_gmem(stage.at[pl.ds(0, rows)], out.at[seq, kv_head])
                 plgpu.wait_smem_to_gmem(0)
             else:
-                m_out[seq, segment, kv_head], l_out[seq, segment, kv_head] = m, l
+                m_out[seq, segment, kv_head], l_out[seq, segment, kv_head] = m, mass
                 for column in range(0, dim, PART):
                     stage[...] = acc[:, column : column + PART]
                     plgpu.commit_smem()
@@ -137,8 +140,8 @@ def _decode_kernel(
                 ):
                     pl.when(n >= ring)(lambda free=free: plgpu.barrier_wait(free.at[slot(n)]))
                     load_block(
-                        pages, table, seq, kv_head, segment * per_segment + j, ring_smem.at[slot(n)],
-                        ready.at[slot(n)], page=page,
+                        pages, table, seq, kv_head, segment * per_segment + j,
+                        ring_smem.at[slot(n)], ready.at[slot(n)], page=page,
                     )  # fmt: skip
 
             lax.fori_loop(0, blocks, load, None)
@@ -172,8 +175,8 @@ def _combine_kernel(m_in, l_in, acc_in, segments, out):
             u, v = jnp.exp2(a[0] - top), jnp.exp2(b[0] - top)
             return top, a[1] * u + b[1] * v, a[2] * u + b[2] * v
 
-        _, l, acc = lax.fori_loop(1, segments[seq], add, load(0))
-        out[seq, kv_head, row] = (acc * (1.0 / l)).astype(out.dtype)
+        _, mass, acc = lax.fori_loop(1, segments[seq], add, load(0))
+        out[seq, kv_head, row] = (acc * (1.0 / mass) + 0.0).astype(out.dtype)
 
 
 def decode(
@@ -207,7 +210,9 @@ def decode(
     stride = group  # from one KV head's queries to the next's
     inside = ROW_ALIGNMENT % group == 0 and (heads <= ROW_ALIGNMENT or heads % ROW_ALIGNMENT == 0)
     if group % ROW_ALIGNMENT and not inside:  # a group would straddle shared-memory tiles: pad it
-        q = jnp.pad(q.reshape(-1, kv_heads, group, dim), ((0, 0), (0, 0), (0, rows - group), (0, 0)))
+        q = jnp.pad(
+            q.reshape(-1, kv_heads, group, dim), ((0, 0), (0, 0), (0, rows - group), (0, 0))
+        )
         q, stride = q.reshape(-1, kv_heads * rows, dim), rows
     segments = -(-columns * page // blocking.kv_segment)
     whole = segments == 1
@@ -230,8 +235,13 @@ def decode(
     mode = {"interpret": plgpu.InterpretGPUParams()} if interpret else {}
     results = plgpu.kernel(
         functools.partial(
-            _decode_kernel, scale=scale * softmax.LOG2E, blocking=blocking, whole=whole, group=stride,
-            rows=rows, interpret=interpret,
+            _decode_kernel,
+            scale=scale * softmax.LOG2E,
+            blocking=blocking,
+            whole=whole,
+            group=stride,
+            rows=rows,
+            interpret=interpret,
         ),  # fmt: skip
         out_type=outs,
         grid=(blocks,),

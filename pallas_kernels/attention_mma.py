@@ -7,6 +7,10 @@ import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 
+# Of a thread, for two warpgroups that multiply and one that feeds them: in all what 384 threads
+# start with, 168 each. With one more the second warpgroup would wait for its share forever.
+COMPUTE_REGISTERS, FEED_REGISTERS = 240, 24
+
 
 def operand(shape: tuple[int, ...], dtype: jnp.dtype = jnp.bfloat16):
     """Shared memory [..., rows, columns] in the tiled and swizzled layout that wgmma reads."""
@@ -31,8 +35,8 @@ def accumulate(
 ) -> jax.Array:
     """acc + a @ b, summed in the tensor core; a may be an array in registers.
 
-    interpret: the interpreter of Mosaic GPU kernels knows neither an initialised accumulator nor an operand in
-    registers; there the product is plain arithmetic.
+    interpret: the interpreter of Mosaic GPU kernels knows neither an initialised accumulator nor an
+    operand in registers; there the product is plain arithmetic.
     """
     if interpret:
         then()
@@ -54,20 +58,3 @@ def product_beside(a, b, other: Callable[[], jax.Array]) -> tuple[jax.Array, jax
         return acc[...], result
 
     return pl.run_scoped(issue, plgpu.ACC((a.shape[0], b.shape[1]), jnp.float32))
-
-
-def accumulate_and_multiply(
-    acc: jax.Array, a, b, c, d, *, interpret: bool, then: Callable[[], None] = lambda: None
-) -> tuple[jax.Array, jax.Array]:
-    """(acc + a @ b, c @ d), one after the other in the tensor core and awaited together."""
-    if interpret:
-        return accumulate(acc, a, b, interpret=True), product(c, d, then=then)
-
-    def issue(refs):
-        plgpu.wgmma(refs[0], a, b)
-        plgpu.wgmma(refs[1], c, d)
-        then()
-
-    zeros = jnp.zeros((c.shape[0], d.shape[1]), jnp.float32)
-    zeros = plgpu.layout_cast(zeros, plgpu.Layout.WGMMA)
-    return pl.run_state(issue)((plgpu.ACC.init(acc), plgpu.ACC.init(zeros)))

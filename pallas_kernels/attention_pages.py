@@ -14,7 +14,8 @@ SHARED_BYTES = 227 * 1024  # shared memory of one thread block on Hopper
 def load_block(pages, table, seq, head, index, target, barrier, *, page: int) -> None:
     """Start copying KV block `index` of a sequence into shared memory [B, D].
 
-    pages [N, page, Hkv, D] and table [S, M] are in device memory. The barrier gets B / min(page, B) arrivals.
+    pages [N, page, Hkv, D] and table [S, M] are in device memory. The barrier gets B / min(page, B)
+    arrivals.
     """
     size = target.shape[0]
     unit = min(page, size)
@@ -26,10 +27,13 @@ def load_block(pages, table, seq, head, index, target, barrier, *, page: int) ->
 
 
 def drain(free, count: jax.Array) -> None:
-    """Wait until the last of `count` buffers that went through a ring are free; slot n % ring holds the nth."""
+    """Wait until all of `count` buffers of a ring are free; the nth was in slot n % ring."""
     ring = free.shape[0]
     lax.fori_loop(
-        jnp.maximum(count - ring, 0), count, lambda n, _: plgpu.barrier_wait(free.at[lax.rem(n, ring)]), None
+        jnp.maximum(count - ring, 0),
+        count,
+        lambda n, _: plgpu.barrier_wait(free.at[lax.rem(n, ring)]),
+        None,
     )
 
 
@@ -48,8 +52,10 @@ def clear_stale(values, first: jax.Array, end: jax.Array) -> None:
     plgpu.commit_smem()
 
 
-def _write_kernel(k, v, k_pages, v_pages, table, seq, row, first, length, staging, ready, *, most: int):
-    """One piece and KV head: rows of k and v, in runs of a power of two rows, through shared memory."""
+def _write_kernel(
+    k, v, k_pages, v_pages, table, seq, row, first, length, staging, ready, *, most: int
+):
+    """Rows of k and v of one piece and KV head, in runs of a power of two, via shared memory."""
     piece, head = lax.axis_index("piece"), lax.axis_index("head")
     page = k_pages.shape[1]
     count, source, position = length[piece], row[piece], first[piece]
@@ -72,7 +78,9 @@ def _write_kernel(k, v, k_pages, v_pages, table, seq, row, first, length, stagin
                 lax.cond(
                     some,
                     lambda: plgpu.copy_gmem_to_smem(
-                        values.at[pl.ds(source + at, size), head], staging.at[which, pl.ds(at, size)], ready
+                        values.at[pl.ds(source + at, size), head],
+                        staging.at[which, pl.ds(at, size)],
+                        ready,
                     ),
                     lambda: plgpu.barrier_arrive(ready),
                 )
@@ -107,13 +115,14 @@ def write_pages(
     piece_rows: int,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """Copy the keys and values of new tokens into their pages, in place; no other byte of a page changes.
+    """Copy the keys and values of new tokens into their pages, in place; no other byte of a page
+    changes.
 
     Args:
       k, v: bfloat16 [T, Hkv, D]; T at least piece_rows.
       k_pages, v_pages: bfloat16 [N, page, Hkv, D]. page_table: int32 [S, M].
-      piece_seq, piece_row, piece_first, piece_len: int32 [P]; a run of new tokens within one page: its
-        sequence, first row of k and v, first position, length (0: nothing).
+      piece_seq, piece_row, piece_first, piece_len: int32 [P]; a run of new tokens within one page:
+        its sequence, first row of k and v, first position, length (0: nothing).
       piece_rows: static; the most rows of a piece, at most `page`.
     Returns:
       k_pages and v_pages.

@@ -1,6 +1,7 @@
 """Work lists of the attention kernels, built on the device from the integers of a ragged batch.
 
-A list says which rows and keys a thread block handles and in what order blocks start (longest first). It is
+A list says which rows and keys a thread block handles and in what order blocks start (longest
+first). It is
 deployment: no entry can change a bit of a result. Build it once a step; all layers share it.
 """
 
@@ -25,7 +26,8 @@ class Blocking:
     """Static numbers of the softmax and of the work lists.
 
     kv_block: keys of one softmax step. kv_segment: keys of one softmax state. Both move bits.
-    tile_tokens: query tokens of a prefill tile: 64, or 128 when the two warpgroups share no KV head otherwise.
+    tile_tokens: query tokens of a prefill tile: 64, or 128 when the two warpgroups share no KV head
+      otherwise.
     """
 
     kv_block: int = 64
@@ -35,7 +37,8 @@ class Blocking:
     def __post_init__(self) -> None:
         if self.kv_block % 64 or self.kv_segment % self.kv_block:
             raise ValueError(
-                f"kv_block ({self.kv_block}) must be a multiple of 64 and divide kv_segment ({self.kv_segment})"
+                f"kv_block ({self.kv_block}) must be a multiple of 64 and divide kv_segment "
+                f"({self.kv_segment})"
             )
 
 
@@ -48,11 +51,12 @@ class Blocking:
 class Plan:
     """int32 work lists, longest entry first.
 
-    tiles [NT, 8], tile_count [1]: tiles of query rows, with all keys before them (see the TILE_ columns): first
-      row (a multiple of 8) and its position (negative if the tile begins before its sequence), rows [low, high)
-      that are its sequence's, the sequence, the end of the sequence's keys, KV blocks to visit.
-    items [NI, 8], item_count [1]: one decoded token and one KV segment: row, position, sequence, segment,
-      KV blocks of the segment to visit.
+    tiles [NT, 8], tile_count [1]: tiles of query rows, with all keys before them (see the TILE_
+      columns): first row (a multiple of 8) and its position (negative if the tile begins before its
+      sequence), rows [low, high) that are its sequence's, the sequence, the end of the sequence's
+      keys, KV blocks to visit.
+    items [NI, 8], item_count [1]: one decoded token and one KV segment: row, position, sequence,
+      segment, KV blocks of the segment to visit.
     segments [S]: KV segments of each sequence that decodes one token; 0 for every other.
     """
 
@@ -64,19 +68,32 @@ class Plan:
 
 
 def _owner(counts: jax.Array, size: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """For entries laid end to end, counts[s] of each s: owner, index within the owner, validity; all [size]."""
+    """Of `size` entries, counts[s] in a row for each s: owner s, index in it, validity."""
     end = jnp.cumsum(counts)
     entry = jnp.arange(size, dtype=jnp.int32)
-    owner = jnp.searchsorted(end, entry, side="right").astype(jnp.int32)
+    owner = jnp.sum(end <= entry[:, None], axis=1, dtype=jnp.int32)
     valid = owner < counts.shape[0]
     owner = jnp.where(valid, owner, 0)
     return owner, entry - (end - counts)[owner], valid
 
 
-def _table(columns: list[jax.Array], work: jax.Array, valid: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _longest_first(work: jax.Array, valid: jax.Array) -> jax.Array:
+    """Permutation int32 [N]: valid entries by descending work, then the others.
+
+    The lists are short, so that comparing all pairs in one kernel beats the many of a sort.
+    """
+    key = jnp.where(valid, work, -1)
+    index = jnp.arange(key.shape[0], dtype=jnp.int32)
+    ahead = (key > key[:, None]) | ((key == key[:, None]) & (index < index[:, None]))
+    rank = jnp.sum(ahead, axis=1, dtype=jnp.int32)
+    return jnp.zeros_like(index).at[rank].set(index, unique_indices=True)
+
+
+def _table(
+    columns: list[jax.Array], work: jax.Array, valid: jax.Array
+) -> tuple[jax.Array, jax.Array]:
     """Columns as rows of a table, most work first, and the number of valid rows [1]."""
-    order = jnp.argsort(jnp.where(valid, -work, 1), stable=True)
-    table = jnp.stack([c[order] for c in columns], axis=1).astype(jnp.int32)
+    table = jnp.stack(columns, axis=1).astype(jnp.int32)[_longest_first(work, valid)]
     table = jnp.pad(table, ((0, 0), (0, COLUMNS - len(columns))))
     return table, jnp.sum(valid, dtype=jnp.int32)[None]
 
@@ -96,8 +113,8 @@ def plan(
     Args:
       start, length, context: int32 [S]; first row, new tokens and cached tokens of each sequence.
       tokens: T, rows of the batch. max_keys: most keys that a sequence may have.
-      decode: whether sequences that contribute one token are split over KV segments (items) rather than made
-        tiles of 64 rows.
+      decode: whether sequences that contribute one token are split over KV segments (items) rather
+        than made tiles of 64 rows.
     """
     block, rows = blocking.kv_block, blocking.tile_tokens
     single = (length == 1) if decode else jnp.zeros_like(length, bool)
@@ -135,17 +152,20 @@ ROW, INDEX, COUNT, LENGTH, FIRST, PAIRS = range(6)
 )
 @dataclasses.dataclass(frozen=True)
 class TrainingPlan:
-    """int32 work lists of the backward: whole sequences, cut into tiles of 64 tokens from their first.
+    """int32 work lists of the backward: whole sequences, cut into tiles of 64 tokens from their
+    first.
 
-    tiles [NT, 8]: the row that the kernels find the sequence's first token at (a multiple of 8), index of the tile
-      in the sequence, tiles and tokens of the sequence, number of the sequence's first tile, number of its
-      first pair of tiles. Query tile i and key tile j <= i of a sequence are pair i (i + 1) / 2 + j of its own.
-    by_query, by_key [NT]: tiles in the order in which to visit them as queries and as keys, most work first.
+    tiles [NT, 8]: the row that the kernels find the sequence's first token at (a multiple of 8),
+      index of the tile in the sequence, tiles and tokens of the sequence, number of the sequence's
+      first tile, number of its first pair of tiles. Query tile i and key tile j <= i of a sequence
+      are pair i (i + 1) / 2 + j of its own.
+    by_query, by_key [NT]: tiles in the order in which to visit them as queries and as keys, most
+      work first.
     count [1]: how many tiles there are.
     rows [NT, 64]: row of the batch of every place in a tile; T where there is none.
     tile, offset [T]: the inverse, tile and place of every row; tile = NT at padding rows.
-    source [R]: the batch's row to copy to each row that the kernels see, T for none; None if they may see the
-      batch as it is.
+    source [R]: the batch's row to copy to each row that the kernels see, T for none; None if they
+      may see the batch as it is.
     """
 
     tiles: jax.Array
@@ -166,8 +186,8 @@ def plan_training(
     Args:
       start, length: int32 [S]; first row and tokens (0: unused entry) of each whole sequence.
       tokens: T. rows: tokens of a tile.
-      aligned: whether the caller promises that every start is a multiple of 8. Otherwise the rows are copied
-        to such places first. It moves no bit.
+      aligned: whether the caller promises that every start is a multiple of 8. Otherwise the rows
+        are copied to such places first. It moves no bit.
     """
     at, source = start, None
     if not aligned:
@@ -184,9 +204,6 @@ def plan_training(
     columns = [at[seq], index, count[seq], length[seq], first, pair_first]
     tiles = jnp.stack([jnp.where(valid, c, 0) for c in columns], axis=1).astype(jnp.int32)
 
-    def order(work):
-        return jnp.argsort(jnp.where(valid, -work, 1), stable=True).astype(jnp.int32)
-
     inside = jnp.arange(rows, dtype=jnp.int32)
     place = index[:, None] * rows + inside
     used = valid[:, None] & (place < length[seq][:, None])
@@ -194,13 +211,13 @@ def plan_training(
     entry = jnp.broadcast_to(jnp.arange(size, dtype=jnp.int32)[:, None], row.shape)
     return TrainingPlan(
         tiles=jnp.pad(tiles, ((0, 0), (0, COLUMNS - len(columns)))),
-        by_query=order(index + 1),
-        by_key=order(count[seq] - index),
+        by_query=_longest_first(index + 1, valid),
+        by_key=_longest_first(count[seq] - index, valid),
         count=jnp.sum(valid, dtype=jnp.int32)[None],
         rows=row,
         tile=jnp.full((tokens,), size, jnp.int32).at[row].set(entry, mode="drop"),
-        offset=jnp.zeros((tokens,), jnp.int32).at[row].set(
-            jnp.broadcast_to(inside, row.shape), mode="drop"
-        ),
+        offset=jnp.zeros((tokens,), jnp.int32)
+        .at[row]
+        .set(jnp.broadcast_to(inside, row.shape), mode="drop"),
         source=source,
     )

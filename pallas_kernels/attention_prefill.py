@@ -1,8 +1,10 @@
-"""Attention of tiles of query rows over paged keys and values: prompts, pieces of prompts, training sequences.
+"""Attention of tiles of query rows over paged keys and values: prompts, pieces of prompts, training
+sequences.
 
-One thread block takes 64 tokens of two query heads that share a KV head (or 128 tokens of one head). Two
-warpgroups compute, one tile of 64 rows each, taking turns: while one multiplies on the tensor cores the other
-does its softmax. A third warpgroup feeds them pages through a ring of shared memory.
+One thread block takes 64 tokens of two query heads that share a KV head (or 128 tokens of one
+head). Two warpgroups compute, one tile of 64 rows each, taking turns: while one multiplies on the
+tensor cores the other does its softmax. A third warpgroup feeds them pages through a ring of shared
+memory.
 """
 
 import functools
@@ -15,6 +17,8 @@ from jax import lax
 
 from pallas_kernels import attention_softmax as softmax
 from pallas_kernels.attention_mma import (
+    COMPUTE_REGISTERS,
+    FEED_REGISTERS,
     accumulate,
     operand,
     product,
@@ -54,8 +58,8 @@ def stages(dim: int, block: int) -> int:
 
 
 def _kernel(
-    q, k_pages, v_pages, table, tiles, count, out, *refs, scale: float, blocking: Blocking, lse: bool,
-    spill: bool, interpret: bool,
+    q, k_pages, v_pages, table, tiles, count, out, *refs, scale: float, blocking: Blocking,
+    lse: bool, spill: bool, interpret: bool,
 ):  # fmt: skip
     refs = list(refs)
     lse_out = refs.pop(0) if lse else None
@@ -81,7 +85,7 @@ def _kernel(
         plgpu.barrier_wait(turn)
 
     def compute():
-        plgpu.set_max_registers(240, action="increase")
+        plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
         head = unit * per_block + (wg if per_block == 2 else 0)
         first = 0 if per_block == 2 else wg * ROWS  # this warpgroup's first row of the tile
         row = tiles[tile, TILE_ROW] + first
@@ -104,18 +108,17 @@ def _kernel(
             plgpu.barrier_arrive(k_free.at[slot(j)])
             return s
 
-        def weigh(j, s, m, l):
-            """Weights of block j, with the new m and l and the factor by which to rescale acc."""
-            s = lax.cond(
-                j < open_blocks, lambda: s, lambda: softmax.causal(s, position, j * block)
-            )
+        def weigh(j, s, m, mass):
+            """New m and mass, the factor by which to rescale acc, the weights of block j."""
+            s = lax.cond(j < open_blocks, lambda: s, lambda: softmax.causal(s, position, j * block))
             m, shrink, p = softmax.weigh(m, s, scale, masked=True)
-            return m, l * shrink + p.sum(axis=1), shrink, p
+            return m, mass * shrink + p.sum(axis=1), shrink, p
 
         def step(j, carry):
-            s, (m, l, acc) = carry
+            s, (m, mass, acc) = carry
             before = m
-            m, l, shrink, p = weigh(j, s, m, l)
+            m, mass, shrink, p = weigh(j, s, m, mass)
+            # both warpgroups share this maximum's scratch: only the one without the turn is here
             moved = jnp.where(m == before, 0.0, 1.0).max() > 0
             acc = lax.cond(moved, lambda: acc * softmax.rows_of(shrink, acc.shape), lambda: acc)
             p = p.astype(q.dtype)
@@ -123,23 +126,21 @@ def _kernel(
             plgpu.barrier_wait(k_ready.at[slot(j + 1)])
             plgpu.barrier_wait(v_ready.at[slot(j)])
             plgpu.barrier_wait(turn)
-            # always this warpgroup's queries; but were the index constant, the compiler would keep the
-            # descriptors of all their columns in registers that the state needs
+            # always this warpgroup's queries; but were the index constant, the compiler would keep
+            # the descriptors of all their columns in registers that the state needs
             again = q_smem.at[wg + lax.div(j, MANY)]
 
             def values():
-                return accumulate(
-                    acc, p, v_smem.at[slot(j)], interpret=interpret, then=swap_turns
-                )
+                return accumulate(acc, p, v_smem.at[slot(j)], interpret=interpret, then=swap_turns)
 
             s, acc = product_beside(again, k_smem.at[slot(j + 1)].transpose((1, 0)), values)
             plgpu.barrier_arrive(k_free.at[slot(j + 1)])
             plgpu.barrier_arrive(v_free.at[slot(j)])
-            return s, (m, l, acc)
+            return s, (m, mass, acc)
 
         def last_step(j, s, state):
-            m, l, acc = state
-            m, l, shrink, p = weigh(j, s, m, l)
+            m, mass, acc = state
+            m, mass, shrink, p = weigh(j, s, m, mass)
             acc *= softmax.rows_of(shrink, acc.shape)
             plgpu.barrier_arrive(turn)
             plgpu.barrier_wait(v_ready.at[slot(j)])
@@ -151,14 +152,14 @@ def _kernel(
                 acc, p.astype(q.dtype), v_smem.at[slot(j)], interpret=interpret, then=swap_turns
             )
             plgpu.barrier_arrive(v_free.at[slot(j)])
-            return m, l, acc
+            return m, mass, acc
 
         def parts(state, folded: bool, kept: bool):
             """The state, folded into the kept one and kept in its place, some columns at a time.
 
             All at once, two states would not fit the registers.
             """
-            m, l, acc = state
+            m, mass, acc = state
             rows, row_layout = pl.ds(first, ROWS), plgpu.Layout.WGMMA.reduce(1)
             if folded:
                 m0 = plgpu.load(m_spill.at[tile, head, rows], layout=row_layout, optimized=False)
@@ -166,13 +167,13 @@ def _kernel(
             columns = []
             for column in range(0, dim, PART):
                 part, place = acc[:, column : column + PART], pl.ds(column, PART)
-                top, total = m, l
+                top, total = m, mass
                 if folded:
                     before = plgpu.load(
                         acc_spill.at[tile, head, rows, place],
                         layout=plgpu.Layout.WGMMA, optimized=False,
                     )  # fmt: skip
-                    top, total, part = softmax.fold((m0, l0, before), (m, l, part))
+                    top, total, part = softmax.fold((m0, l0, before), (m, mass, part))
                 if kept:
                     acc_spill[tile, head, rows, place] = part
                 columns.append(part)
@@ -207,11 +208,11 @@ def _kernel(
             state = lax.cond(
                 segments > 1, lambda: parts(state, folded=True, kept=False), lambda: state
             )
-        m, l, acc = state
+        m, mass, acc = state
 
         if lse:
-            lse_out[tile, head, pl.ds(first, ROWS)] = softmax.log_sum_exp(m, l)
-        result = softmax.normalise(l, acc).astype(q.dtype)
+            lse_out[tile, head, pl.ds(first, ROWS)] = softmax.log_sum_exp(m, mass)
+        result = softmax.normalise(mass, acc).astype(q.dtype)
 
         @pl.when((low == 0) & (high == ROWS))
         def _():
@@ -225,7 +226,7 @@ def _kernel(
             store_rows(result, tail_smem.at[wg], out, row, head, low, high)
 
     def feed():
-        plgpu.set_max_registers(24, action="decrease")
+        plgpu.set_max_registers(FEED_REGISTERS, action="decrease")
         seq, blocks = tiles[tile, TILE_SEQ], tiles[tile, TILE_BLOCKS]
 
         def load(j, _):
@@ -278,7 +279,7 @@ def store_rows(x, staging, out, row, head, low, high) -> None:
 
 
 def tile_rows(work: Plan, size: int, tokens: int) -> jax.Array:
-    """int32 [NT, size]: the batch's row at every place of a tile that is its sequence's, `tokens` elsewhere."""
+    """int32 [NT, size]: row of the batch at every used place of a tile, `tokens` at the others."""
     place = jnp.arange(size, dtype=jnp.int32)
     column = lambda c: work.tiles[:, c][:, None]  # noqa: E731
     used = (place >= column(TILE_LOW)) & (place < column(TILE_HIGH))
@@ -305,8 +306,8 @@ def prefill(
       k_pages, v_pages: bfloat16 [N, page, Hkv, D]. page_table: int32 [S, M].
       scale: factor of q . k. lse: whether to return the log-sum-exp too.
     Returns:
-      out bfloat16 [T, Hq, D], zero at the rows of no tile; natural log-sum-exp float32 [NT, Hq, R] of the
-      rows of each tile (rows outside [low, high) hold anything), or None.
+      out bfloat16 [T, Hq, D], zero at the rows of no tile; natural log-sum-exp float32 [NT, Hq, R]
+      of the rows of each tile (rows outside [low, high) hold anything), or None.
     """
     tokens, heads, dim = q.shape
     page, kv_heads = k_pages.shape[1:3]
@@ -329,7 +330,12 @@ def prefill(
     out = jax.new_ref(jnp.zeros(q.shape, q.dtype))
     results = plgpu.kernel(
         functools.partial(
-            _kernel, scale=scale * softmax.LOG2E, blocking=blocking, lse=lse, spill=spill, interpret=interpret
+            _kernel,
+            scale=scale * softmax.LOG2E,
+            blocking=blocking,
+            lse=lse,
+            spill=spill,
+            interpret=interpret,
         ),
         out_type=outs,
         grid=(tiles * units,),

@@ -1,17 +1,18 @@
 """Online softmax of one tile of query rows: the arithmetic that every attention kernel shares.
 
-A tile's state is (m, l, acc): per row a reference exponent m [64], the sum l [64] of exp2(x - m) and
-acc [64, D], the values weighted by it, where x = scale * log2(e) * (q . k). Two properties make a row's
-bits independent of everything but its own query and the keys before it:
+A tile's state is (m, mass, acc): per row an exponent m [64], the mass [64], which is the sum of
+exp2(x - m), and acc [64, D], the values weighted by it, where x = scale * log2(e) * (q . k). Two
+properties make a row's bits independent of everything but its own query and the keys before it:
 
-- Every step acts on each row alone, with one order of operations; a tile of a training batch and a tile
-  that holds one decoded token run these same functions in the same register layout.
-- m is the running maximum rounded to an integer, so every rescale is a product with a power of two, which
-  is exact. Contracting it with an addition into an FMA, or not, cannot change a bit, and a block that a row
-  cannot see leaves its state as it was.
+- Every step acts on each row alone, with one order of operations. A tile of a training batch and a
+  tile that holds one decoded token run these functions in the same register layout.
+- m is an integer, so every rescale is a product with a power of two, which is exact: contracting
+  it with an addition into an FMA cannot change a bit, and neither can leaving it out where it is
+  one. m follows the row's maximum only when a score exceeds it by SLACK powers of two, so it mostly
+  is.
 
-Algorithm: Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018); the blocks and the
-order of the products as in Dao, "FlashAttention-2" (2023).
+Algorithm: Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018); the blocks
+and the order of the products as in Dao, "FlashAttention-2" (2023).
 """
 
 import jax
@@ -53,10 +54,10 @@ def causal(s: jax.Array, row_position: jax.Array, key_position: jax.Array) -> ja
 
 
 def weigh(m: jax.Array, s: jax.Array, scale: float, *, masked: bool) -> tuple[jax.Array, ...]:
-    """One block of scores s [ROWS, B]: the new m, the rescale factor of the old state, and exp2(x - m).
+    """Of a block's scores s [ROWS, B]: the new m, the rescale factor of the state, exp2(x - m).
 
-    scale: the factor of q . k, log2(e) included. masked: whether a row may see no key of this and all earlier
-    blocks; its m is then -inf and its weights are zero.
+    scale: the factor of q . k, log2(e) included. masked: whether a row may see no key of this and
+    all earlier blocks; its m is then -inf and its weights are zero.
     """
     most = s.max(axis=1) * scale
     top = jnp.where(most > m + SLACK, jnp.round(most), m)
@@ -65,18 +66,19 @@ def weigh(m: jax.Array, s: jax.Array, scale: float, *, masked: bool) -> tuple[ja
 
 
 def fold(a: State, b: State) -> State:
-    """The state of a's keys followed by b's; a must not be empty. acc may be any columns of the tile."""
+    """The state of a's keys, then b's; a is not empty. acc may be any columns of the tile."""
     top = jnp.maximum(a[0], b[0])
     u, v = jnp.exp2(a[0] - top), jnp.exp2(b[0] - top)
     shape = a[2].shape
     return top, a[1] * u + b[1] * v, a[2] * rows_of(u, shape) + b[2] * rows_of(v, shape)
 
 
-def normalise(l: jax.Array, acc: jax.Array) -> jax.Array:
+def normalise(mass: jax.Array, acc: jax.Array) -> jax.Array:
     """Attention output [ROWS, D] in float32 of a finished state."""
-    return acc * rows_of(1.0 / l, acc.shape)
+    # an underflow leaves -0.0, which a block that the row cannot see turns to 0.0: do so always
+    return acc * rows_of(1.0 / mass, acc.shape) + 0.0
 
 
-def log_sum_exp(m: jax.Array, l: jax.Array) -> jax.Array:
+def log_sum_exp(m: jax.Array, mass: jax.Array) -> jax.Array:
     """Natural log-sum-exp [ROWS] of the scaled scores of a finished state."""
-    return (m + jnp.log2(l)) * LN2
+    return (m + jnp.log2(mass)) * LN2

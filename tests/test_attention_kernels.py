@@ -1,7 +1,9 @@
-"""Attention kernels: values against a float32 formula, lowering at full size, and equality of bits on a GPU.
+"""Attention kernels: values against a float32 formula, lowering at full size, and equality of bits
+on a GPU.
 
-On a CPU the kernels run in the interpreter of Mosaic GPU. It multiplies by other means than a tensor core, so it
-shows that rows, masks, pages and gradients are right, not that bits agree; `gpu` tests show that.
+On a CPU the kernels run in the interpreter of Mosaic GPU. It multiplies by other means than a
+tensor core, so it shows that rows, masks, pages and gradients are right, not that bits agree; `gpu`
+tests show that.
 """
 
 import dataclasses
@@ -18,7 +20,7 @@ gpu = pytest.mark.gpu
 
 
 def formula(q, k, v, scale):
-    """q [n, Hq, D]: the last n of the m tokens whose k, v are [m, Hkv, D]; (out, log-sum-exp) in float32."""
+    """(out, log-sum-exp) of q [n, Hq, D], the last n of m tokens with k, v [m, Hkv, D]; float32."""
     n, m, group = q.shape[0], k.shape[0], q.shape[1] // k.shape[1]
     k, v = jnp.repeat(k, group, 1), jnp.repeat(v, group, 1)
     s = jnp.einsum("nhd,mhd->hnm", q, k, precision="highest") * scale
@@ -60,7 +62,7 @@ class World:
         return cls(heads, make(), make())
 
     def pages(self, rng, known, columns, page):
-        """Pages at random places where `known[s]` tokens of sequence s are written; NaN everywhere else."""
+        """Pages at random places with `known[s]` tokens of sequence s, NaN everywhere else."""
         count = len(known)
         table = rng.permutation(count * columns + 3)[: count * columns].reshape(count, columns)
         shape = (count * columns + 3, page, self.heads.key, self.heads.dim)
@@ -73,19 +75,23 @@ class World:
         return (*(jnp.asarray(x, jnp.bfloat16) for x in pools), jnp.asarray(table, jnp.int32))
 
 
-def attend(world, rng, tokens, entries, *, decode, page=64, columns=8, block=64, segment=4096, lse=False):
-    """Run one batch in the interpreter; entries are (start, length, context) of sequences 0, 1, ..."""
+def attend(
+    world, rng, tokens, entries, *, decode, page=64, columns=8, block=64, segment=4096, lse=False
+):
+    """Interpret one batch; entries are (start, length, context) of sequences 0, 1, ..."""
     heads = world.heads
     start, length, context = (jnp.asarray(x, jnp.int32) for x in np.asarray(entries).T)
     q = draw(rng, tokens, heads.query, heads.dim)
     k_pages, v_pages, table = world.pages(rng, [n + c for _, n, c in entries], columns, page)
     blocking = attention.blocking_of(heads.query, heads.key, block, segment)
     work = attention.plan_attention(
-        start, length, context, tokens=tokens, max_keys=columns * page, decode=decode, blocking=blocking
+        start, length, context, tokens=tokens, max_keys=columns * page, decode=decode,
+    blocking=blocking
     )  # fmt: skip
     out, sums = attention.paged_attention(
         q, k_pages, v_pages, table, start, work, scale=heads.scale, blocking=blocking,
-        tiles=any(n != 1 for _, n, _ in entries) or not decode, decode=decode, lse=lse, interpret=True,
+        tiles=any(n != 1 for _, n, _ in entries) or not decode, decode=decode, lse=lse,
+    interpret=True,
     )  # fmt: skip
     return q, out, sums
 
@@ -128,7 +134,10 @@ def test_tiles(heads, entries, options):
     ("heads", "options"),
     [
         (Heads(8, 1, 64), {}),
-        (Heads(4, 2, 64), {"segment": 128}),  # groups smaller than a shared-memory tile, several segments
+        (
+            Heads(4, 2, 64),
+            {"segment": 128},
+        ),  # groups smaller than a shared-memory tile, several segments
         (Heads(6, 2, 64), {"block": 128, "segment": 128}),  # groups that straddle such tiles
     ],
 )
@@ -156,7 +165,9 @@ def test_write_pages(piece_rows):
     pools = [draw(rng, 6, 64, heads, width) for _ in range(2)]
     table = np.asarray([[3, 1], [5, 0]])
     # sequence, row, first position, length
-    pieces = np.asarray([(0, 0, 16, 48), (0, 48, 64, 6), (1, 60, 60, 4), (1, 64, 64, 1), (0, 0, 0, 0)])
+    pieces = np.asarray(
+        [(0, 0, 16, 48), (0, 48, 64, 6), (1, 60, 60, 4), (1, 64, 64, 1), (0, 0, 0, 0)]
+    )
     pieces[:, 3] = np.minimum(pieces[:, 3], piece_rows)
     columns = [jnp.asarray(c, jnp.int32) for c in pieces.T]
     write = jax.jit(
@@ -236,8 +247,8 @@ def test_forward_lowers(heads):
             start, length, context, tokens=8192, max_keys=256 * 64, decode=True, blocking=blocking
         )
         return attention.paged_attention(
-            q, k_pages, v_pages, table, start, work, scale=heads.scale, blocking=blocking, tiles=True,
-            decode=True,
+            q, k_pages, v_pages, table, start, work, scale=heads.scale, blocking=blocking,
+            tiles=True, decode=True,
         )  # fmt: skip
 
     lower(run, q, k, pages, table, *[ints] * 7)
@@ -261,11 +272,13 @@ def test_backward_lowers(heads):
 
 
 class Exactness:
-    """Random batches over fixed sequences: every row must have the bits of one training call over them all."""
+    """Random batches over fixed sequences: each row must have the bits of one training call."""
 
     tokens, longest = 512, 512
 
-    def __init__(self, heads: Heads, *, segment: int, seed: int = 0, page: int = 64, block: int = 64):
+    def __init__(
+        self, heads: Heads, *, segment: int, seed: int = 0, page: int = 64, block: int = 64
+    ):
         rng = np.random.default_rng(seed)
         self.heads, self.page, self.columns = heads, page, self.longest // page
         self.lengths = np.asarray([512, 511, 449, 385, 321, 256, 193, 130, 129, 65, 64, 3])
@@ -296,7 +309,7 @@ class Exactness:
         return rng.permutation(pages + 5)[:pages].reshape(len(self.lengths), self.columns)
 
     def _run(self, data, seq, position, start, length, context, table, *, tiles, decode):
-        """out [T, Hq, D] of one batch; whatever is not yet known of a sequence is NaN in its pages."""
+        """out [T, Hq, D] of one batch; what is not yet known of a sequence is NaN in its pages."""
         q, *kept = data
         known = (context + length)[:, None] > jnp.arange(self.longest)
         spoilt = [jnp.where(known[..., None, None], x, jnp.nan).astype(x.dtype) for x in kept]
@@ -314,8 +327,8 @@ class Exactness:
             blocking=self.blocking,
         )  # fmt: skip
         out, _ = attention.paged_attention(
-            q, *pools, table, start, work, scale=self.heads.scale, blocking=self.blocking, tiles=tiles,
-            decode=decode,
+            q, *pools, table, start, work, scale=self.heads.scale, blocking=self.blocking,
+            tiles=tiles, decode=decode,
         )  # fmt: skip
         return out
 
@@ -327,7 +340,7 @@ class Exactness:
         return jnp.stack([jnp.sum(bits(out) != bits(expected)) for out in outs])
 
     def case(self, rng):
-        """One random batch: decoded tokens, pieces and whole sequences, in any order and with gaps."""
+        """A random batch: decoded tokens, pieces, whole sequences, in any order and with gaps."""
         count = len(self.lengths)
         start, length, context = (np.zeros(count, np.int64) for _ in range(3))
         seq, position = np.full(self.tokens, count), np.zeros(self.tokens, np.int64)
