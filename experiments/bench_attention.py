@@ -191,11 +191,12 @@ def bench_training(report: Report, only: set[str]) -> None:
     for name, (heads, kv_heads, dim) in CONFIGURATIONS.items():
         for batch, length in ((1, 10240), (5, 2048)):
             shape, label = (batch, length, heads, kv_heads, dim), f"{name} {batch}x{length}"
-            options = [(64, 4096)]
+            best = 128 if dim <= 128 else 64
+            options = [(best, 4096)]
             if length > 4096:
-                options.append((64, 1 << 20))  # one segment: the price of folding
-            if dim <= 128:
-                options.append((128, 4096))
+                options += [(best, 8192), (best, 1 << 20)]  # the price of folding
+            if best != 64:
+                options.append((64, 4096))
             variants = [training(*shape, block=b, segment=s) for b, s in options]
             base, gradient, plan, *forwards = compiled(
                 *cudnn(*shape), variants[0][2], *(v[0] for v in variants)

@@ -7,9 +7,9 @@ import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 
-# Of a thread, for two warpgroups that multiply and one that feeds them: in all what 384 threads
-# start with, 168 each. With one more the second warpgroup would wait for its share forever.
-COMPUTE_REGISTERS, FEED_REGISTERS = 240, 24
+# Of a thread, for two warpgroups that multiply and one that feeds them. In all no more than what
+# 384 threads start with, 168 each; with more the second warpgroup would wait for its share forever.
+COMPUTE_REGISTERS, FEED_REGISTERS = 232, 40
 
 
 def operand(shape: tuple[int, ...], dtype: jnp.dtype = jnp.bfloat16):
@@ -47,14 +47,3 @@ def accumulate(
         then()
 
     return pl.run_state(issue)(plgpu.ACC.init(acc))
-
-
-def product_beside(a, b, other: Callable[[], jax.Array]) -> tuple[jax.Array, jax.Array]:
-    """a @ b in float32, and what `other` computes while the tensor core multiplies; awaits both."""
-
-    def issue(acc):
-        plgpu.wgmma(acc, a, b)
-        result = other()
-        return acc[...], result
-
-    return pl.run_scoped(issue, plgpu.ACC((a.shape[0], b.shape[1]), jnp.float32))

@@ -22,7 +22,6 @@ from pallas_kernels.attention_mma import (
     accumulate,
     operand,
     product,
-    product_beside,
 )
 from pallas_kernels.attention_pages import SHARED_BYTES, clear_stale, drain, load_block
 from pallas_kernels.attention_plan import (
@@ -38,7 +37,7 @@ from pallas_kernels.attention_plan import (
 )
 from pallas_kernels.attention_softmax import ROWS
 
-PART = 64  # columns of a state that are folded at a time
+PART = 64  # columns of a state that are folded at a time: two whole states would not fit registers
 MANY = 1 << 30  # more blocks than a sequence can have
 
 
@@ -63,7 +62,7 @@ def _kernel(
 ):  # fmt: skip
     refs = list(refs)
     lse_out = refs.pop(0) if lse else None
-    m_spill, l_spill, acc_spill = (refs.pop(0) for _ in range(3)) if spill else (None,) * 3
+    m_spill, mass_spill, acc_spill = (refs.pop(0) for _ in range(3)) if spill else (None,) * 3
     q_smem, k_smem, v_smem, tail_smem, q_ready, k_ready, v_ready, k_free, v_free, turn = refs
 
     heads, dim = q.shape[1:]
@@ -102,113 +101,78 @@ def _kernel(
         plgpu.barrier_wait(k_ready.at[0])
         pl.when(wg == 1)(swap_turns)
 
-        def scores(j):
-            """Scores of the first block; those of every other are made beside the block before."""
-            s = product(queries, k_smem.at[slot(j)].transpose((1, 0)), then=swap_turns)
-            plgpu.barrier_arrive(k_free.at[slot(j)])
-            return s
-
-        def weigh(j, s, m, mass):
-            """New m and mass, the factor by which to rescale acc, the weights of block j."""
-            s = lax.cond(j < open_blocks, lambda: s, lambda: softmax.causal(s, position, j * block))
-            m, shrink, p = softmax.weigh(m, s, scale, masked=True)
-            return m, mass * shrink + p.sum(axis=1), shrink, p
-
-        def step(j, carry):
-            s, (m, mass, acc) = carry
-            before = m
-            m, mass, shrink, p = weigh(j, s, m, mass)
-            # both warpgroups share this maximum's scratch: only the one without the turn is here
-            moved = jnp.where(m == before, 0.0, 1.0).max() > 0
-            acc = lax.cond(moved, lambda: acc * softmax.rows_of(shrink, acc.shape), lambda: acc)
-            p = p.astype(q.dtype)
-            plgpu.barrier_arrive(turn)
-            plgpu.barrier_wait(k_ready.at[slot(j + 1)])
-            plgpu.barrier_wait(v_ready.at[slot(j)])
-            plgpu.barrier_wait(turn)
+        def step(j, state, masked: bool):
+            m, mass, acc = state
             # always this warpgroup's queries; but were the index constant, the compiler would keep
             # the descriptors of all their columns in registers that the state needs
             again = q_smem.at[wg + lax.div(j, MANY)]
-
-            def values():
-                return accumulate(acc, p, v_smem.at[slot(j)], interpret=interpret, then=swap_turns)
-
-            s, acc = product_beside(again, k_smem.at[slot(j + 1)].transpose((1, 0)), values)
-            plgpu.barrier_arrive(k_free.at[slot(j + 1)])
-            plgpu.barrier_arrive(v_free.at[slot(j)])
-            return s, (m, mass, acc)
-
-        def last_step(j, s, state):
-            m, mass, acc = state
-            m, mass, shrink, p = weigh(j, s, m, mass)
+            s = product(again, k_smem.at[slot(j)].transpose((1, 0)), then=swap_turns)
+            plgpu.barrier_arrive(k_free.at[slot(j)])
+            if masked:
+                s = softmax.causal(s, position, j * block)
+            m, shrink, p = softmax.weigh(m, s, scale, masked=masked)
             acc *= softmax.rows_of(shrink, acc.shape)
+            p16 = p.astype(q.dtype)
+            mass = mass * shrink + p.sum(axis=1)
+            acc, mass, m, p16 = lax.optimization_barrier((acc, mass, m, p16))
             plgpu.barrier_arrive(turn)
             plgpu.barrier_wait(v_ready.at[slot(j)])
             plgpu.barrier_wait(turn)
-            pl.when((j + 1) * block > end)(
-                functools.partial(clear_stale, v_smem.at[slot(j)], j * block, end)
-            )
-            acc = accumulate(
-                acc, p.astype(q.dtype), v_smem.at[slot(j)], interpret=interpret, then=swap_turns
-            )
+            if masked:
+                pl.when((j + 1) * block > end)(
+                    functools.partial(clear_stale, v_smem.at[slot(j)], j * block, end)
+                )
+
+            def next_keys():
+                pl.when(j + 1 < blocks)(lambda: plgpu.barrier_wait(k_ready.at[slot(j + 1)]))
+
+            acc = accumulate(acc, p16, v_smem.at[slot(j)], interpret=interpret, then=next_keys)
             plgpu.barrier_arrive(v_free.at[slot(j)])
             return m, mass, acc
 
-        def parts(state, folded: bool, kept: bool):
-            """The state, folded into the kept one and kept in its place, some columns at a time.
+        def segment(index, _):
+            begin = index * per_segment
+            stop = jnp.minimum(begin + per_segment, blocks)
+            middle = jnp.clip(open_blocks, begin, stop)
+            state = softmax.empty(dim)
+            state = lax.fori_loop(begin, middle, functools.partial(step, masked=False), state)
+            state = lax.fori_loop(middle, stop, functools.partial(step, masked=True), state)
+            if not spill:
+                return state
+            state = lax.cond(index > 0, functools.partial(folded, state), lambda: state)
+            pl.when(stop < blocks)(functools.partial(keep, state))
+            return state
 
-            All at once, two states would not fit the registers.
-            """
+        def keep(state):
+            rows = pl.ds(first, ROWS)
+            m_spill[tile, head, rows], mass_spill[tile, head, rows] = state[:2]
+            acc_spill[tile, head, rows] = state[2]
+
+        def folded(state):
+            """The kept state of the segments before, then this one's."""
             m, mass, acc = state
             rows, row_layout = pl.ds(first, ROWS), plgpu.Layout.WGMMA.reduce(1)
-            if folded:
-                m0 = plgpu.load(m_spill.at[tile, head, rows], layout=row_layout, optimized=False)
-                l0 = plgpu.load(l_spill.at[tile, head, rows], layout=row_layout, optimized=False)
-            columns = []
+            m_kept, mass_kept = (
+                plgpu.load(x.at[tile, head, rows], layout=row_layout, optimized=False)
+                for x in (m_spill, mass_spill)
+            )
+            parts = []
             for column in range(0, dim, PART):
-                part, place = acc[:, column : column + PART], pl.ds(column, PART)
-                top, total = m, mass
-                if folded:
-                    before = plgpu.load(
-                        acc_spill.at[tile, head, rows, place],
-                        layout=plgpu.Layout.WGMMA, optimized=False,
-                    )  # fmt: skip
-                    top, total, part = softmax.fold((m0, l0, before), (m, mass, part))
-                if kept:
-                    acc_spill[tile, head, rows, place] = part
-                columns.append(part)
-            if kept:
-                m_spill[tile, head, rows], l_spill[tile, head, rows] = top, total
-                return softmax.empty(dim)
-            return top, total, jnp.concatenate(columns, axis=1)
+                acc_kept = plgpu.load(
+                    acc_spill.at[tile, head, rows, pl.ds(column, PART)],
+                    layout=plgpu.Layout.WGMMA, optimized=False,
+                )  # fmt: skip
+                part = (m, mass, acc[:, column : column + PART])
+                top, total, columns = softmax.fold((m_kept, mass_kept, acc_kept), part)
+                parts.append(columns)
+            return top, total, jnp.concatenate(parts, axis=1)
 
-        def segment(index, carry):
-            begin = index * per_segment
-            stop = jnp.minimum(begin + per_segment, blocks - 1)
-            s, state = lax.fori_loop(begin, stop, step, carry)
-
-            def keep():
-                return lax.cond(
-                    index > 0,
-                    lambda: parts(state, folded=True, kept=True),
-                    lambda: parts(state, folded=False, kept=True),
-                )
-
-            return s, lax.cond(index < segments - 1, keep, lambda: state)
-
-        carry = scores(0), softmax.empty(dim)
         if spill:
             segments = lax.div(blocks + per_segment - 1, per_segment)
-            s, state = lax.fori_loop(0, segments, segment, carry)
+            m, mass, acc = lax.fori_loop(0, segments, segment, softmax.empty(dim))
         else:
-            s, state = lax.fori_loop(0, blocks - 1, step, carry)
-        state = last_step(blocks - 1, s, state)
+            m, mass, acc = segment(0, None)
         pl.when(wg == 0)(swap_turns)
-        if spill:
-            state = lax.cond(
-                segments > 1, lambda: parts(state, folded=True, kept=False), lambda: state
-            )
-        m, mass, acc = state
 
         if lse:
             lse_out[tile, head, pl.ds(first, ROWS)] = softmax.log_sum_exp(m, mass)

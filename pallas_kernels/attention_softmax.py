@@ -7,9 +7,7 @@ properties make a row's bits independent of everything but its own query and the
 - Every step acts on each row alone, with one order of operations. A tile of a training batch and a
   tile that holds one decoded token run these functions in the same register layout.
 - m is an integer, so every rescale is a product with a power of two, which is exact: contracting
-  it with an addition into an FMA cannot change a bit, and neither can leaving it out where it is
-  one. m follows the row's maximum only when a score exceeds it by SLACK powers of two, so it mostly
-  is.
+  it with an addition into an FMA cannot change a bit. It is the running maximum, rounded.
 
 Algorithm: Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018); the blocks
 and the order of the products as in Dao, "FlashAttention-2" (2023).
@@ -23,7 +21,6 @@ from jax import lax
 ROWS = 64  # rows of a wgmma tile
 LN2 = 0.6931471805599453
 LOG2E = 1.4426950408889634
-SLACK = 8.0  # how far, in powers of two, a score may exceed m before m follows
 
 State = tuple[jax.Array, jax.Array, jax.Array]
 
@@ -59,8 +56,7 @@ def weigh(m: jax.Array, s: jax.Array, scale: float, *, masked: bool) -> tuple[ja
     scale: the factor of q . k, log2(e) included. masked: whether a row may see no key of this and
     all earlier blocks; its m is then -inf and its weights are zero.
     """
-    most = s.max(axis=1) * scale
-    top = jnp.where(most > m + SLACK, jnp.round(most), m)
+    top = jnp.maximum(m, jnp.round(s.max(axis=1) * scale))
     pivot = jnp.where(top == -jnp.inf, 0.0, top) if masked else top
     return top, jnp.exp2(m - pivot), jnp.exp2(s * scale - rows_of(pivot, s.shape))
 
