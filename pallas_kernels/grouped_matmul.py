@@ -1,0 +1,280 @@
+"""Expert matrix products for Hopper: rows sorted by expert, one weight matrix an expert.
+
+Row r of group g (offsets[g] <= r < offsets[g + 1]) is multiplied with weight g. The group sizes live
+on the device: a table of row tiles is made from the offsets with integer operations, and the kernel
+walks as many of its entries as there are. A tile belongs to one group: it may load a few rows of its
+neighbours, but writes only its own.
+
+The order of a row's sum is that of `matmul` in its column form (K upwards, one float32 accumulator):
+it does not depend on the sizes of the groups, the row's place, or the tile. An expert lies whole on
+one rank, so no mesh axis cuts these contractions and they have no leaves. Rows at and after
+offsets[-1] are neither read into a result nor written.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels import matmul_core as core
+from pallas_kernels.tuning import MatmulTile, grouped_matmul_tile, grouped_swiglu_tile
+
+
+def grouped_matmul(
+    x: jax.Array | tuple[jax.Array, ...],
+    w: jax.Array | tuple[jax.Array, ...],
+    offsets: jax.Array,
+    *,
+    transpose_w: bool = False,
+    out_dtype: jax.typing.DTypeLike = jnp.bfloat16,
+    tile: MatmulTile | None = None,
+) -> jax.Array:
+    """Each row times its group's matrix.
+
+    Args:
+      x: [R, K] bfloat16, rows sorted by group; or a tuple of them, whose contractions follow one
+        another in the same accumulator (the input gradient of several products of one input).
+      w: [G, K, N] bfloat16, or [G, N, K] with `transpose_w`; a tuple beside a tuple of `x`.
+      offsets: [G + 1] int32, the first row of every group and the end of the last.
+      transpose_w: contract the last axis of `w`.
+      out_dtype: bfloat16 or float32.
+      tile: tile choice; by default the tuning table's. It does not change the result.
+
+    Returns:
+      [R, N] of `out_dtype`; rows outside every group are left as they were allocated.
+
+    Raises:
+      ValueError: for other dtypes, mismatched shapes, or K that is not a multiple of 64.
+    """
+    xs, ws = (x, w) if isinstance(x, tuple) else ((x,), (w,))
+    _check(xs, ws, transpose_w)
+    n = ws[0].shape[1] if transpose_w else ws[0].shape[2]
+    if tile is None:
+        tile = grouped_matmul_tile(xs[0].shape[0], ws[0].shape[0], xs[0].shape[1], n)
+    (out,) = _grouped(
+        xs, ws, offsets, n, 1, transpose_w, (out_dtype,), lambda accs: accs, tile
+    )
+    return out
+
+
+def grouped_swiglu(
+    x: jax.Array,
+    gate: jax.Array,
+    up: jax.Array,
+    offsets: jax.Array,
+    *,
+    save: bool = False,
+    tile: MatmulTile | None = None,
+) -> jax.Array | tuple[jax.Array, jax.Array, jax.Array]:
+    """silu(x gate_g) * (x up_g) of every row, both products in one pass over x.
+
+    The products are rounded to bfloat16 before the activation, so that a backward pass can start
+    from the rounded values; the activation is float32 and its result is rounded to bfloat16.
+
+    Args:
+      x: [R, K] bfloat16, rows sorted by group.
+      gate, up: [G, K, N] bfloat16.
+      offsets: [G + 1] int32.
+      save: also return the two rounded products.
+      tile: tile choice; it does not change the result. Its columns (rows if swapped) hold one half.
+
+    Returns:
+      hidden [R, N] bfloat16; with `save`, (hidden, gate product, up product), each [R, N] bfloat16.
+
+    Raises:
+      ValueError: for other dtypes, mismatched shapes, or K that is not a multiple of 64.
+    """
+    _check((x, x), (gate, up), False)
+    n = gate.shape[2]
+    if tile is None:
+        tile = grouped_swiglu_tile(x.shape[0], gate.shape[0], x.shape[1], n)
+
+    def epilogue(accs):
+        g, u = (acc.astype(jnp.bfloat16).astype(jnp.float32) for acc in accs)
+        hidden = g / (1.0 + jnp.exp(-g)) * u
+        return (hidden, g, u) if save else (hidden,)
+
+    outs = _grouped(
+        (x,), (gate, up), offsets, n, 2, False, (jnp.bfloat16,) * (3 if save else 1), epilogue, tile
+    )
+    return outs if save else outs[0]
+
+
+def _check(xs, ws, transpose_w):
+    for x, w in zip(xs, ws, strict=True):
+        if x.dtype != jnp.bfloat16 or w.dtype != jnp.bfloat16:
+            raise ValueError(f"operands must be bfloat16, not {x.dtype} and {w.dtype}")
+        k = w.shape[2] if transpose_w else w.shape[1]
+        if x.shape[1] != k or x.shape[0] != xs[0].shape[0] or k % core.TILE_K:
+            raise ValueError(f"{x.shape} by {w.shape} ({transpose_w=}): K must agree, a multiple of 64")
+
+
+ROW_ALIGNMENT = 8  # a TMA copy in wgmma's layout starts at a multiple of this many rows
+
+
+def row_tiles(offsets: jax.Array, rows: int, height: int) -> tuple[jax.Array, jax.Array]:
+    """The tiles of `height` rows that cover all groups, each with rows of one group to write.
+
+    Args:
+      offsets: [G + 1] int32.
+      rows: R, the rows there can be at most.
+      height: rows of a tile, a multiple of ROW_ALIGNMENT.
+
+    Returns:
+      (table [4, tiles] int32: of every tile the group, the first row it loads (aligned), and the
+      range of its rows, counted from there, that are the group's; number of tiles [1] int32).
+    """
+    groups = offsets.shape[0] - 1
+    starts, ends = offsets[:-1], offsets[1:]
+    aligned = starts // ROW_ALIGNMENT * ROW_ALIGNMENT
+    tiles = jnp.where(ends > starts, (ends - aligned + height - 1) // height, 0)
+    last = jnp.cumsum(tiles, dtype=jnp.int32)
+    index = jnp.arange(pl.cdiv(rows, height) + 2 * min(groups, rows), dtype=jnp.int32)
+    group = jnp.searchsorted(last, index, side="right", method="compare_all").astype(jnp.int32)
+    group = jnp.minimum(group, groups - 1)
+    first = aligned[group] + (index - (last - tiles)[group]) * height
+    lo = jnp.clip(starts[group] - first, 0, height)
+    hi = jnp.clip(ends[group] - first, 0, height)
+    return jnp.stack([group, first, lo, hi]).astype(jnp.int32), last[-1:]
+
+
+def _grouped(xs, ws, offsets, n, products, transpose_w, out_dtypes, epilogue, tile):
+    """`products` products at once, or one over several contractions, with a common epilogue.
+
+    products == 1: sum over i of xs[i] ws[i]; products == len(ws): xs[0] times every ws[i].
+    """
+    rows = xs[0].shape[0]
+    spans = tile.rows * tile.warpgroups
+    height, width = (tile.cols, spans) if tile.swap else (spans, tile.cols)
+    feature_tiles = pl.cdiv(n, width)
+    table, count = row_tiles(offsets, rows, height)
+    capacity = table.shape[1] * feature_tiles
+    ctas = min(core.sm_count(), capacity)
+    phases = len(xs)
+    phase_steps = [x.shape[1] // core.TILE_K for x in xs]
+    steps = sum(phase_steps)
+
+    def body(*refs):
+        x_gmem, refs = refs[:phases], refs[phases:]
+        w_gmem, (table_gmem, count_gmem, *out_gmem, smem) = refs[: len(ws)], refs[len(ws) :]
+        ring = core.Ring(tile.stages, smem["full"], smem["empty"])
+        wg = lax.axis_index("wg")
+        cta = lax.axis_index("cta")
+        # Both operands by role: lhs has the side of 64, rhs the side of 8.
+        x_stage, w_stage = ("rhs", "lhs") if tile.swap else ("lhs", "rhs")
+
+        def for_each_tile(visit):
+            tiles = count_gmem[0] * feature_tiles
+
+            def at(i, step):
+                index = cta + i * ctas
+                entry, feature = lax.div(index, feature_tiles), lax.rem(index, feature_tiles)
+                group, first, lo, hi = (table_gmem[j, entry] for j in range(4))
+                first = pl.multiple_of(first, ROW_ALIGNMENT)
+                return visit(group, first, (lo, hi), feature * width, step)
+
+            mine = lax.div(lax.max(tiles - cta + ctas - 1, 0), jnp.int32(ctas))
+            return lax.fori_loop(0, mine, at, jnp.int32(0))
+
+        @pl.when(wg == tile.warpgroups)
+        def _producer():
+            core.producer_registers(tile.warpgroups)
+
+            def load(group, first, _, feature, step):
+                features = pl.ds(feature, width)
+                for phase in range(phases):
+
+                    def issue(i, slot, barrier, phase=phase):
+                        ks = pl.ds(i * core.TILE_K, core.TILE_K)
+                        plgpu.copy_gmem_to_smem(
+                            x_gmem[phase].at[pl.ds(first, height), ks],
+                            smem[x_stage].at[slot],
+                            barrier,
+                        )
+                        for p in range(products):
+                            w = w_gmem[phase if products == 1 else p].at[group]
+                            plgpu.copy_gmem_to_smem(
+                                w.at[features, ks] if transpose_w else w.at[ks, features],
+                                smem[w_stage].at[p, slot],
+                                barrier,
+                            )
+
+                    step = ring.produce(step, phase_steps[phase], issue)
+                return step
+
+            ring.drain(for_each_tile(load))
+
+        @pl.when(wg < tile.warpgroups)
+        def _consumer():
+            core.consumer_registers(tile.warpgroups)
+            own = pl.ds(wg * tile.rows, tile.rows)
+
+            def multiply(slot, *accs):
+                x = smem[x_stage].at[slot]
+                for p, acc in enumerate(accs):
+                    w = smem[w_stage].at[p, slot]
+                    if tile.swap:
+                        w = w.at[own, :] if transpose_w else w.at[:, own].T
+                        plgpu.wgmma(acc, w, x.T)
+                    else:
+                        plgpu.wgmma(acc, x.at[own, :], w.T if transpose_w else w)
+
+            def compute(group, first, inside, feature, step):
+                del group
+                if tile.swap:
+                    row, col = feature + wg * tile.rows, first
+                else:
+                    row, col = first + wg * tile.rows, feature
+                    inside = tuple(jnp.clip(v - wg * tile.rows, 0, tile.rows) for v in inside)
+                useful = inside[0] < inside[1]
+
+                @pl.when(useful)
+                def _product():
+                    accs, _ = ring.consume(
+                        step, steps, ((tile.rows, tile.cols),) * products, multiply
+                    )
+                    for out, dtype, value in zip(out_gmem, out_dtypes, epilogue(accs), strict=True):
+                        core.store_tile(
+                            value.astype(dtype),
+                            smem["out"].at[wg],
+                            out,
+                            row,
+                            col,
+                            transposed=tile.swap,
+                            valid=inside,
+                        )
+
+                @pl.when(jnp.logical_not(useful))
+                def _nothing():
+                    ring.skip(step, steps)
+
+                return step + steps
+
+            for_each_tile(compute)
+            plgpu.wait_smem_to_gmem(0)
+
+    x_tile = (height, core.TILE_K)
+    w_tile = (width, core.TILE_K) if transpose_w else (core.TILE_K, width)
+    stages = {
+        "x": core.swizzled((tile.stages, *x_tile), jnp.bfloat16),
+        "w": core.swizzled((products, tile.stages, *w_tile), jnp.bfloat16),
+    }
+    smem = {
+        "lhs": stages["w" if tile.swap else "x"],
+        "rhs": stages["x" if tile.swap else "w"],
+        "out": core.store_buffer(
+            tile.warpgroups, tile.rows, tile.cols, out_dtypes[0], tile.swap, ragged=True
+        ),
+        **core.Ring.barriers(tile.stages, copies=1 + products, consumers=tile.warpgroups),
+    }
+    return core.launch(
+        body,
+        [jax.ShapeDtypeStruct((rows, n), dtype) for dtype in out_dtypes],
+        smem,
+        ctas=ctas,
+        warpgroups=tile.warpgroups,
+        name="grouped_matmul",
+    )(*xs, *ws, table, count)
