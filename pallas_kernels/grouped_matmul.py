@@ -212,7 +212,7 @@ def _grouped(xs, ws, offsets, n, products, transpose_w, out_dtypes, epilogue, ti
             core.consumer_registers(tile.warpgroups)
             own = pl.ds(wg * tile.rows, tile.rows)
 
-            def multiply(slot, *accs):
+            def multiply(_, slot, *accs):
                 x = smem[x_stage].at[slot]
                 for p, acc in enumerate(accs):
                     w = smem[w_stage].at[p, slot]

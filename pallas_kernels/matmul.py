@@ -17,15 +17,12 @@ M, N, the tile, the row's place, or `swap`, which evaluates out^T = b^T a^T so t
 the 8-wide side of the instruction.
 """
 
-import functools
-
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import matmul_core as core
+from pallas_kernels.matmul_product import product
 from pallas_kernels.tuning import MatmulTile, matmul_tile
 
 
@@ -69,114 +66,34 @@ def matmul(
     # are dropped again, and zero products change no sum.
     a, b = core.pad_to(a, 1, 8), core.pad_to(b, 1, 8)
     padded_n = n + -n % 8
-    if tile.swap:
-        out = _product(
-            b, a, k, (padded_n, m), leaves, not transpose_b, not transpose_a, out_dtype, tile
+    m_rows, n_cols = (m, n + -n % 8)
+    lhs, rhs, rows, cols = (b, a, n_cols, m_rows) if tile.swap else (a, b, m_rows, n_cols)
+
+    def epilogue(acc, row, col_tile, wg, _, outs, smem):
+        core.store_tile(
+            acc.astype(out_dtype),
+            smem["out"].at[wg],
+            outs[0],
+            row,
+            col_tile * tile.cols,
+            transposed=tile.swap,
         )
-    else:
-        out = _product(a, b, k, (m, padded_n), leaves, transpose_a, transpose_b, out_dtype, tile)
-    return out if padded_n == n else out[:, :n]
 
-
-def _product(lhs, rhs, k, shape, leaves, lhs_transposed, rhs_transposed, out_dtype, tile):
-    """lhs rhs in the roles that `wgmma` gives them: [R, K] by [K, C], out [R, C], or [C, R] swapped."""
-    rows, cols = shape
-    cta_rows = tile.rows * tile.warpgroups
-    row_tiles, col_tiles = pl.cdiv(rows, cta_rows), pl.cdiv(cols, tile.cols)
-    tiles = row_tiles * col_tiles
-    leaf_steps = pl.cdiv(pl.cdiv(k, leaves), core.TILE_K)
-    steps = leaf_steps * leaves
-    hold = leaves >= tile.hold_from
-    ctas = min(core.sm_count(), tiles)
-
-    def body(lhs_gmem, rhs_gmem, out_gmem, smem):
-        ring = core.Ring(tile.stages, smem["full"], smem["empty"])
-        wg = lax.axis_index("wg")
-        cta = lax.axis_index("cta")
-
-        def for_each_tile(visit):
-            def at(i, step):
-                r, c = plgpu.planar_snake(
-                    cta + i * ctas, (row_tiles, col_tiles), tile.minor, tile.band
-                )
-                return visit(r * cta_rows, c * tile.cols, step)
-
-            count = lax.div(tiles - cta + ctas - 1, jnp.int32(ctas))
-            return lax.fori_loop(0, count, at, jnp.int32(0))
-
-        @pl.when(wg == tile.warpgroups)
-        def _producer():
-            core.producer_registers(tile.warpgroups)
-
-            def load(row, col, step):
-                def issue(i, slot, barrier):
-                    ks = pl.ds(i * core.TILE_K, core.TILE_K)
-                    for gmem, stage, start, size, transposed in (
-                        (lhs_gmem, smem["lhs"], row, cta_rows, lhs_transposed),
-                        (rhs_gmem, smem["rhs"], col, tile.cols, not rhs_transposed),
-                    ):
-                        span = pl.ds(start, size)
-                        src = gmem.at[ks, span] if transposed else gmem.at[span, ks]
-                        plgpu.copy_gmem_to_smem(src, stage.at[slot], barrier)
-
-                return ring.produce(step, steps, issue)
-
-            ring.drain(for_each_tile(load))
-
-        @pl.when(wg < tile.warpgroups)
-        def _consumer():
-            core.consumer_registers(tile.warpgroups)
-            own = pl.ds(wg * tile.rows, tile.rows)
-
-            def multiply(slot, acc):
-                a = smem["lhs"].at[slot]
-                a = a.at[:, own].T if lhs_transposed else a.at[own, :]
-                b = smem["rhs"].at[slot]
-                plgpu.wgmma(acc, a, b.T if rhs_transposed else b)
-
-            def compute(row, col, step):
-                def leaf():
-                    nonlocal step
-                    (value,), step = ring.consume(
-                        step, leaf_steps, ((tile.rows, tile.cols),), multiply
-                    )
-                    return value
-
-                acc = core.leaf_tree(leaf, leaves, smem["hold"].at[wg] if hold else None)
-                core.store_tile(
-                    acc.astype(out_dtype),
-                    smem["out"].at[wg],
-                    out_gmem,
-                    row + wg * tile.rows,
-                    col,
-                    transposed=tile.swap,
-                )
-                return step
-
-            for_each_tile(compute)
-            plgpu.wait_smem_to_gmem(0)
-
-    smem = {
-        "lhs": core.swizzled(
-            (tile.stages, *_stage(core.TILE_K, cta_rows, lhs_transposed)), jnp.bfloat16
-        ),
-        "rhs": core.swizzled(
-            (tile.stages, *_stage(core.TILE_K, tile.cols, not rhs_transposed)), jnp.bfloat16
-        ),
-        "out": core.store_buffer(tile.warpgroups, tile.rows, tile.cols, out_dtype, tile.swap),
-        **core.Ring.barriers(tile.stages, copies=2, consumers=tile.warpgroups),
-    }
-    if hold:
-        smem["hold"] = core.swizzled((tile.warpgroups, tile.rows, tile.cols), jnp.float32)
-    return core.launch(
-        body,
-        jax.ShapeDtypeStruct((cols, rows) if tile.swap else (rows, cols), out_dtype),
-        smem,
-        ctas=ctas,
-        warpgroups=tile.warpgroups,
+    (out,) = product(
+        lhs,
+        rhs,
+        (),
+        contraction=k,
+        rows=rows,
+        col_tiles=pl.cdiv(cols, tile.cols),
+        col_of=lambda c: c * tile.cols,
+        tile=tile,
+        epilogue=epilogue,
+        out_type=[jax.ShapeDtypeStruct((m_rows, n_cols), out_dtype)],
+        smem={"out": core.store_buffer(tile.warpgroups, tile.rows, tile.cols, out_dtype, tile.swap)},
         name="matmul",
-    )(lhs, rhs)
-
-
-def _stage(k: int, span: int, k_major: bool) -> tuple[int, int]:
-    return (k, span) if k_major else (span, k)
+        leaves=leaves,
+        lhs_transposed=not transpose_b if tile.swap else transpose_a,
+        rhs_transposed=not transpose_a if tile.swap else transpose_b,
+    )
+    return out if n_cols == n else out[:, :n]

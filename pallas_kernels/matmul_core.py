@@ -105,26 +105,26 @@ class Ring:
           step: stages consumed so far.
           steps: stages of this accumulation, at least one.
           accumulators: shapes (rows, columns) of the float32 accumulators.
-          multiply: `multiply(slot, *accumulator_refs)` issues the `wgmma` of one stage.
+          multiply: `multiply(k, slot, *accumulator_refs)` issues the `wgmma` of the k-th stage.
 
         Returns:
           The accumulated values and the new step.
         """
 
         def scope(*refs):
-            def issue(step):
+            def issue(k, step):
                 slot = self.slot(step)
                 plgpu.barrier_wait(self.full.at[slot])
-                multiply(slot, *refs)
+                multiply(k, slot, *refs)
 
-            def body(_, step):
-                issue(step)
+            def body(k, step):
+                issue(k, step)
                 # All but the newest groups are done, so the stage before this one may be refilled.
                 plgpu.wgmma_wait(len(refs))
                 plgpu.barrier_arrive(self.empty.at[self.slot(step - 1)])
                 return step + 1
 
-            issue(step)
+            issue(jnp.int32(0), step)
             last = lax.fori_loop(1, steps, body, step + 1)
             values = tuple(ref[...] for ref in refs)
             plgpu.barrier_arrive(self.empty.at[self.slot(last - 1)])

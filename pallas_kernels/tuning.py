@@ -60,3 +60,10 @@ def grouped_swiglu_tile(rows: int, groups: int, k: int, n: int) -> MatmulTile:
     if rows <= 32 * groups:
         return MatmulTile(rows=64, cols=32, stages=5, swap=True)
     return MatmulTile(rows=64, cols=128)
+
+
+def grouped_dw_tile(leaves: int) -> MatmulTile:
+    """The tile of `grouped_matmul_dw`."""
+    if leaves > 1:
+        return MatmulTile(rows=64, cols=128)
+    return MatmulTile(rows=64, cols=256)

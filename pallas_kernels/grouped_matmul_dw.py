@@ -1,0 +1,184 @@
+"""Weight gradient of the expert products for Hopper: a contraction over each group's own rows.
+
+    dw[g] = tree over leaves l of ( sum over rows r of segment (g, l), in order, of x[r]^T dy[r] )
+
+Rows are sorted by (group, leaf, row), so a group's rows are in token order and its batch leaves are
+contiguous segments of it. A segment begins anywhere: it is read in aligned blocks of 64 rows, and in
+its first and last block the neighbours' rows are replaced by zeros (in both operands: a stale NaN
+times zero is a NaN). A zero row adds nothing to any sum, so the bits depend on the segment's own rows
+alone.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels import matmul_core as core
+from pallas_kernels.grouped_matmul import ROW_ALIGNMENT
+from pallas_kernels.tuning import MatmulTile, grouped_dw_tile
+
+
+def grouped_matmul_dw(
+    x: jax.Array,
+    dy: jax.Array,
+    offsets: jax.Array,
+    *,
+    leaves: int = 1,
+    out_dtype: jax.typing.DTypeLike = jnp.float32,
+    tile: MatmulTile | None = None,
+) -> jax.Array:
+    """Gradient of `grouped_matmul` with respect to its weights.
+
+    Args:
+      x: [R, K] bfloat16, rows sorted by group, within a group by batch leaf.
+      dy: [R, N] bfloat16.
+      offsets: [G * leaves + 1] int32, the first row of every segment and the end of the last.
+      leaves: batch leaves of this rank, a power of two.
+      out_dtype: float32, or bfloat16 (one rounding of the float32 sum).
+      tile: tile choice; it does not change the result.
+
+    Returns:
+      [G, K, N] of `out_dtype`; zero for a group without rows.
+
+    Raises:
+      ValueError: for other dtypes, mismatched shapes, sides that are not multiples of 8, or leaves
+        that are not a power of two.
+    """
+    (rows, k), (rows_dy, n) = x.shape, dy.shape
+    if x.dtype != jnp.bfloat16 or dy.dtype != jnp.bfloat16:
+        raise ValueError(f"operands must be bfloat16, not {x.dtype} and {dy.dtype}")
+    if rows != rows_dy or k % 8 or n % 8:
+        raise ValueError(f"{x.shape} and {dy.shape}: rows must agree and sides be multiples of 8")
+    core.check_leaves(leaves * core.TILE_K, leaves)
+    groups, rest = divmod(offsets.shape[0] - 1, leaves)
+    if rest:
+        raise ValueError(f"{offsets.shape[0] - 1} segments do not make groups of {leaves} leaves")
+    if tile is None:
+        tile = grouped_dw_tile(leaves)
+    cta_rows = tile.rows * tile.warpgroups
+    row_tiles, col_tiles = pl.cdiv(k, cta_rows), pl.cdiv(n, tile.cols)
+    tiles = groups * row_tiles * col_tiles
+    ctas = min(core.sm_count(), tiles)
+    hold = leaves >= tile.hold_from
+    share = tile.cols // tile.warpgroups
+
+    def body(x_gmem, dy_gmem, offsets_gmem, dw_gmem, smem):
+        ring = core.Ring(tile.stages, smem["full"], smem["empty"])
+        wg = lax.axis_index("wg")
+        cta = lax.axis_index("cta")
+
+        def segment(index):
+            """First aligned row, and the range of the segment's rows counted from there."""
+            start, end = offsets_gmem[index], offsets_gmem[index + 1]
+            first = pl.multiple_of(start & ~(ROW_ALIGNMENT - 1), ROW_ALIGNMENT)
+            return first, start - first, end - first
+
+        def blocks(lo, hi):
+            return lax.select(hi > lo, pl.cdiv(hi, core.TILE_K), jnp.int32(1))
+
+        def for_each_tile(visit):
+            def at(i, step):
+                index = cta + i * ctas
+                group, place = lax.div(index, row_tiles * col_tiles), lax.rem(
+                    index, row_tiles * col_tiles
+                )
+                row, col = lax.div(place, col_tiles), lax.rem(place, col_tiles)
+                return visit(group, row * cta_rows, col * tile.cols, step)
+
+            count = lax.div(tiles - cta + ctas - 1, jnp.int32(ctas))
+            return lax.fori_loop(0, count, at, jnp.int32(0))
+
+        @pl.when(wg == tile.warpgroups)
+        def _producer():
+            core.producer_registers(tile.warpgroups)
+
+            def load(group, row, col, step):
+                for leaf in range(leaves):
+                    first, lo, hi = segment(group * leaves + leaf)
+
+                    def issue(i, slot, barrier, first=first):
+                        span = pl.ds(first + i * core.TILE_K, core.TILE_K)
+                        plgpu.copy_gmem_to_smem(
+                            x_gmem.at[span, pl.ds(row, cta_rows)], smem["lhs"].at[slot], barrier
+                        )
+                        plgpu.copy_gmem_to_smem(
+                            dy_gmem.at[span, pl.ds(col, tile.cols)], smem["rhs"].at[slot], barrier
+                        )
+
+                    step = ring.produce(step, blocks(lo, hi), issue)
+                return step
+
+            ring.drain(for_each_tile(load))
+
+        @pl.when(wg < tile.warpgroups)
+        def _consumer():
+            core.consumer_registers(tile.warpgroups)
+            own = pl.ds(wg * tile.rows, tile.rows)
+
+            def compute(group, row, col, step):
+                leaf_index = iter(range(leaves))
+
+                def leaf():
+                    nonlocal step
+                    _, lo, hi = segment(group * leaves + next(leaf_index))
+
+                    def multiply(i, slot, acc):
+                        lhs, rhs = smem["lhs"].at[slot], smem["rhs"].at[slot]
+                        inside = lo - i * core.TILE_K, hi - i * core.TILE_K
+
+                        @pl.when(jnp.logical_or(inside[0] > 0, inside[1] < core.TILE_K))
+                        def _mask():
+                            _keep_rows(lhs.at[:, own], *inside)
+                            _keep_rows(rhs.at[:, pl.ds(wg * share, share)], *inside)
+                            plgpu.commit_smem()
+                            plgpu.barrier_arrive(smem["masked"])
+                            plgpu.barrier_wait(smem["masked"])
+
+                        plgpu.wgmma(acc, lhs.at[:, own].T, rhs)
+
+                    (value,), step = ring.consume(
+                        step, blocks(lo, hi), ((tile.rows, tile.cols),), multiply
+                    )
+                    return value
+
+                acc = core.leaf_tree(leaf, leaves, smem["hold"].at[wg] if hold else None)
+                core.store_tile(
+                    acc.astype(out_dtype),
+                    smem["out"].at[wg],
+                    dw_gmem.at[group],
+                    row + wg * tile.rows,
+                    col,
+                    transposed=False,
+                )
+                return step
+
+            for_each_tile(compute)
+            plgpu.wait_smem_to_gmem(0)
+
+    smem = {
+        "lhs": core.swizzled((tile.stages, core.TILE_K, cta_rows), jnp.bfloat16),
+        "rhs": core.swizzled((tile.stages, core.TILE_K, tile.cols), jnp.bfloat16),
+        "out": core.store_buffer(tile.warpgroups, tile.rows, tile.cols, out_dtype, False),
+        "masked": plgpu.Barrier(num_arrivals=tile.warpgroups),
+        **core.Ring.barriers(tile.stages, copies=2, consumers=tile.warpgroups),
+    }
+    if hold:
+        smem["hold"] = core.swizzled((tile.warpgroups, tile.rows, tile.cols), jnp.float32)
+    return core.launch(
+        body,
+        jax.ShapeDtypeStruct((groups, k, n), out_dtype),
+        smem,
+        ctas=ctas,
+        warpgroups=tile.warpgroups,
+        name="grouped_matmul_dw",
+    )(x, dy, offsets)
+
+
+def _keep_rows(block, lo, hi) -> None:
+    """Zero the rows of a shared memory block outside [lo, hi)."""
+    row = plgpu.broadcasted_iota(jnp.int32, block.shape, 0, layout=plgpu.Layout.WGMMA)
+    value = block[...]
+    inside = jnp.logical_and(row >= lo, row < hi)
+    block[...] = jnp.where(inside, value, jnp.zeros_like(value))
