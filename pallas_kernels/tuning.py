@@ -67,3 +67,8 @@ def grouped_dw_tile(leaves: int) -> MatmulTile:
     if leaves > 1:
         return MatmulTile(rows=64, cols=128)
     return MatmulTile(rows=64, cols=256)
+
+
+def logprob_tile() -> MatmulTile:
+    """The tile of `linear_logprob` and of its logit gradient."""
+    return MatmulTile(rows=64, cols=256, minor=0, band=16)
