@@ -1,17 +1,16 @@
 """Expert matrix products for Hopper: rows sorted by expert, one weight matrix an expert.
 
-Row r of group g (offsets[g] <= r < offsets[g + 1]) is multiplied with weight g. The group sizes live
-on the device: a table of row tiles is made from the offsets with integer operations, and the kernel
-walks as many of its entries as there are. A tile belongs to one group: it may load a few rows of its
-neighbours, but writes only its own.
+Group g is the rows [starts[g], starts[g] + sizes[g]), which are multiplied with weight g. Starts
+are multiples of ROW_ALIGNMENT (`aligned_starts` makes them), so a few rows between groups belong to
+none. The sizes live on the device: a table of row tiles is made from them with integer operations,
+and the kernel walks as many of its entries as there are. A tile lies in one group and writes only
+that group's rows.
 
-The order of a row's sum is that of `matmul` in its column form (K upwards, one float32 accumulator):
-it does not depend on the sizes of the groups, the row's place, or the tile. An expert lies whole on
-one rank, so no mesh axis cuts these contractions and they have no leaves. Rows at and after
-offsets[-1] are neither read into a result nor written.
+The order of a row's sum is that of `matmul` in its column form (K upwards, one float32 sum): it does
+not depend on the sizes of the groups, the row's place, or the tile. An expert lies whole on one rank,
+so no mesh axis cuts these contractions and they have no leaves. Rows of no group are neither read
+into a result nor written.
 """
-
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +25,8 @@ from pallas_kernels.tuning import MatmulTile, grouped_matmul_tile, grouped_swigl
 def grouped_matmul(
     x: jax.Array | tuple[jax.Array, ...],
     w: jax.Array | tuple[jax.Array, ...],
-    offsets: jax.Array,
+    starts: jax.Array,
+    sizes: jax.Array,
     *,
     transpose_w: bool = False,
     out_dtype: jax.typing.DTypeLike = jnp.bfloat16,
@@ -38,7 +38,8 @@ def grouped_matmul(
       x: [R, K] bfloat16, rows sorted by group; or a tuple of them, whose contractions follow one
         another in the same accumulator (the input gradient of several products of one input).
       w: [G, K, N] bfloat16, or [G, N, K] with `transpose_w`; a tuple beside a tuple of `x`.
-      offsets: [G + 1] int32, the first row of every group and the end of the last.
+      starts: [G] int32, first row of every group, a multiple of ROW_ALIGNMENT, not decreasing.
+      sizes: [G] int32, rows of every group.
       transpose_w: contract the last axis of `w`.
       out_dtype: bfloat16 or float32.
       tile: tile choice; by default the tuning table's. It does not change the result.
@@ -55,7 +56,7 @@ def grouped_matmul(
     if tile is None:
         tile = grouped_matmul_tile(xs[0].shape[0], ws[0].shape[0], xs[0].shape[1], n)
     (out,) = _grouped(
-        xs, ws, offsets, n, 1, transpose_w, (out_dtype,), lambda accs: accs, tile
+        xs, ws, starts, sizes, n, 1, transpose_w, (out_dtype,), lambda accs: accs, tile
     )
     return out
 
@@ -64,7 +65,8 @@ def grouped_swiglu(
     x: jax.Array,
     gate: jax.Array,
     up: jax.Array,
-    offsets: jax.Array,
+    starts: jax.Array,
+    sizes: jax.Array,
     *,
     save: bool = False,
     tile: MatmulTile | None = None,
@@ -77,7 +79,7 @@ def grouped_swiglu(
     Args:
       x: [R, K] bfloat16, rows sorted by group.
       gate, up: [G, K, N] bfloat16.
-      offsets: [G + 1] int32.
+      starts, sizes: [G] int32, as in `grouped_matmul`.
       save: also return the two rounded products.
       tile: tile choice; it does not change the result. Its columns (rows if swapped) hold one half.
 
@@ -97,9 +99,8 @@ def grouped_swiglu(
         hidden = g / (1.0 + jnp.exp(-g)) * u
         return (hidden, g, u) if save else (hidden,)
 
-    outs = _grouped(
-        (x,), (gate, up), offsets, n, 2, False, (jnp.bfloat16,) * (3 if save else 1), epilogue, tile
-    )
+    dtypes = (jnp.bfloat16,) * (3 if save else 1)
+    outs = _grouped((x,), (gate, up), starts, sizes, n, 2, False, dtypes, epilogue, tile)
     return outs if save else outs[0]
 
 
@@ -109,39 +110,45 @@ def _check(xs, ws, transpose_w):
             raise ValueError(f"operands must be bfloat16, not {x.dtype} and {w.dtype}")
         k = w.shape[2] if transpose_w else w.shape[1]
         if x.shape[1] != k or x.shape[0] != xs[0].shape[0] or k % core.TILE_K:
-            raise ValueError(f"{x.shape} by {w.shape} ({transpose_w=}): K must agree, a multiple of 64")
+            raise ValueError(
+                f"{x.shape} by {w.shape} ({transpose_w=}): K must agree, a multiple of 64"
+            )
 
 
 ROW_ALIGNMENT = 8  # a TMA copy in wgmma's layout starts at a multiple of this many rows
 
 
-def row_tiles(offsets: jax.Array, rows: int, height: int) -> tuple[jax.Array, jax.Array]:
-    """The tiles of `height` rows that cover all groups, each with rows of one group to write.
+def aligned_starts(sizes: jax.Array) -> jax.Array:
+    """First rows, multiples of ROW_ALIGNMENT, of consecutive groups of `sizes` [G] int32 rows."""
+    room = (sizes + ROW_ALIGNMENT - 1) // ROW_ALIGNMENT * ROW_ALIGNMENT
+    return jnp.cumsum(room, dtype=jnp.int32) - room
+
+
+def row_tiles(
+    starts: jax.Array, sizes: jax.Array, rows: int, height: int
+) -> tuple[jax.Array, jax.Array]:
+    """The tiles of `height` rows that cover all groups, each in one group.
 
     Args:
-      offsets: [G + 1] int32.
+      starts, sizes: [G] int32.
       rows: R, the rows there can be at most.
       height: rows of a tile, a multiple of ROW_ALIGNMENT.
 
     Returns:
-      (table [4, tiles] int32: of every tile the group, the first row it loads (aligned), and the
-      range of its rows, counted from there, that are the group's; number of tiles [1] int32).
+      (table [3, tiles] int32: group, first row and number of rows of every tile; count [1] int32).
     """
-    groups = offsets.shape[0] - 1
-    starts, ends = offsets[:-1], offsets[1:]
-    aligned = starts // ROW_ALIGNMENT * ROW_ALIGNMENT
-    tiles = jnp.where(ends > starts, (ends - aligned + height - 1) // height, 0)
+    groups = sizes.shape[0]
+    tiles = (sizes + height - 1) // height
     last = jnp.cumsum(tiles, dtype=jnp.int32)
-    index = jnp.arange(pl.cdiv(rows, height) + 2 * min(groups, rows), dtype=jnp.int32)
+    index = jnp.arange(rows // height + min(groups, rows), dtype=jnp.int32)
     group = jnp.searchsorted(last, index, side="right", method="compare_all").astype(jnp.int32)
     group = jnp.minimum(group, groups - 1)
-    first = aligned[group] + (index - (last - tiles)[group]) * height
-    lo = jnp.clip(starts[group] - first, 0, height)
-    hi = jnp.clip(ends[group] - first, 0, height)
-    return jnp.stack([group, first, lo, hi]).astype(jnp.int32), last[-1:]
+    before = (index - (last - tiles)[group]) * height
+    count = jnp.clip(sizes[group] - before, 0, height)
+    return jnp.stack([group, starts[group] + before, count]).astype(jnp.int32), last[-1:]
 
 
-def _grouped(xs, ws, offsets, n, products, transpose_w, out_dtypes, epilogue, tile):
+def _grouped(xs, ws, starts, sizes, n, products, transpose_w, out_dtypes, epilogue, tile):
     """`products` products at once, or one over several contractions, with a common epilogue.
 
     products == 1: sum over i of xs[i] ws[i]; products == len(ws): xs[0] times every ws[i].
@@ -150,7 +157,7 @@ def _grouped(xs, ws, offsets, n, products, transpose_w, out_dtypes, epilogue, ti
     spans = tile.rows * tile.warpgroups
     height, width = (tile.cols, spans) if tile.swap else (spans, tile.cols)
     feature_tiles = pl.cdiv(n, width)
-    table, count = row_tiles(offsets, rows, height)
+    table, count = row_tiles(starts, sizes, rows, height)
     capacity = table.shape[1] * feature_tiles
     ctas = min(core.sm_count(), capacity)
     phases = len(xs)
@@ -172,9 +179,9 @@ def _grouped(xs, ws, offsets, n, products, transpose_w, out_dtypes, epilogue, ti
             def at(i, step):
                 index = cta + i * ctas
                 entry, feature = lax.div(index, feature_tiles), lax.rem(index, feature_tiles)
-                group, first, lo, hi = (table_gmem[j, entry] for j in range(4))
+                group, first, size = (table_gmem[j, entry] for j in range(3))
                 first = pl.multiple_of(first, ROW_ALIGNMENT)
-                return visit(group, first, (lo, hi), feature * width, step)
+                return visit(group, first, size, feature * width, step)
 
             mine = lax.div(lax.max(tiles - cta + ctas - 1, 0), jnp.int32(ctas))
             return lax.fori_loop(0, mine, at, jnp.int32(0))
@@ -222,16 +229,15 @@ def _grouped(xs, ws, offsets, n, products, transpose_w, out_dtypes, epilogue, ti
                     else:
                         plgpu.wgmma(acc, x.at[own, :], w.T if transpose_w else w)
 
-            def compute(group, first, inside, feature, step):
+            def compute(group, first, valid, feature, step):
                 del group
                 if tile.swap:
                     row, col = feature + wg * tile.rows, first
                 else:
                     row, col = first + wg * tile.rows, feature
-                    inside = tuple(jnp.clip(v - wg * tile.rows, 0, tile.rows) for v in inside)
-                useful = inside[0] < inside[1]
+                    valid = valid - wg * tile.rows
 
-                @pl.when(useful)
+                @pl.when(valid > 0)
                 def _product():
                     accs, _ = ring.consume(
                         step, steps, ((tile.rows, tile.cols),) * products, multiply
@@ -244,10 +250,10 @@ def _grouped(xs, ws, offsets, n, products, transpose_w, out_dtypes, epilogue, ti
                             row,
                             col,
                             transposed=tile.swap,
-                            valid=inside,
+                            valid=valid,
                         )
 
-                @pl.when(jnp.logical_not(useful))
+                @pl.when(valid <= 0)
                 def _nothing():
                     ring.skip(step, steps)
 

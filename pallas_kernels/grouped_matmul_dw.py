@@ -2,11 +2,11 @@
 
     dw[g] = tree over leaves l of ( sum over rows r of segment (g, l), in order, of x[r]^T dy[r] )
 
-Rows are sorted by (group, leaf, row), so a group's rows are in token order and its batch leaves are
-contiguous segments of it. A segment begins anywhere: it is read in aligned blocks of 64 rows, and in
-its first and last block the neighbours' rows are replaced by zeros (in both operands: a stale NaN
-times zero is a NaN). A zero row adds nothing to any sum, so the bits depend on the segment's own rows
-alone.
+Rows are sorted by (group, leaf, row): a group's rows are in token order and its batch leaves are
+segments of it. A segment starts at a multiple of 8 rows, where its sum starts too (one instruction
+adds the products of rows 0 to 15 of the segment, or 16 to 31, ..., wherever it lies). In its last
+block of 64 rows what follows the segment is replaced by zeros, in both operands: a stale NaN times
+zero is a NaN. Zeros add nothing, so the bits depend on the segment's own rows alone.
 """
 
 import jax
@@ -23,7 +23,8 @@ from pallas_kernels.tuning import MatmulTile, grouped_dw_tile
 def grouped_matmul_dw(
     x: jax.Array,
     dy: jax.Array,
-    offsets: jax.Array,
+    starts: jax.Array,
+    sizes: jax.Array,
     *,
     leaves: int = 1,
     out_dtype: jax.typing.DTypeLike = jnp.float32,
@@ -34,7 +35,8 @@ def grouped_matmul_dw(
     Args:
       x: [R, K] bfloat16, rows sorted by group, within a group by batch leaf.
       dy: [R, N] bfloat16.
-      offsets: [G * leaves + 1] int32, the first row of every segment and the end of the last.
+      starts: [G * leaves] int32, first row of every segment, a multiple of ROW_ALIGNMENT.
+      sizes: [G * leaves] int32, rows of every segment.
       leaves: batch leaves of this rank, a power of two.
       out_dtype: float32, or bfloat16 (one rounding of the float32 sum).
       tile: tile choice; it does not change the result.
@@ -52,9 +54,9 @@ def grouped_matmul_dw(
     if rows != rows_dy or k % 8 or n % 8:
         raise ValueError(f"{x.shape} and {dy.shape}: rows must agree and sides be multiples of 8")
     core.check_leaves(leaves * core.TILE_K, leaves)
-    groups, rest = divmod(offsets.shape[0] - 1, leaves)
+    groups, rest = divmod(sizes.shape[0], leaves)
     if rest:
-        raise ValueError(f"{offsets.shape[0] - 1} segments do not make groups of {leaves} leaves")
+        raise ValueError(f"{sizes.shape[0]} segments do not make groups of {leaves} leaves")
     if tile is None:
         tile = grouped_dw_tile(leaves)
     cta_rows = tile.rows * tile.warpgroups
@@ -64,25 +66,20 @@ def grouped_matmul_dw(
     hold = leaves >= tile.hold_from
     share = tile.cols // tile.warpgroups
 
-    def body(x_gmem, dy_gmem, offsets_gmem, dw_gmem, smem):
+    def body(x_gmem, dy_gmem, starts_gmem, sizes_gmem, dw_gmem, smem):
         ring = core.Ring(tile.stages, smem["full"], smem["empty"])
         wg = lax.axis_index("wg")
         cta = lax.axis_index("cta")
 
-        def segment(index):
-            """First aligned row, and the range of the segment's rows counted from there."""
-            start, end = offsets_gmem[index], offsets_gmem[index + 1]
-            first = pl.multiple_of(start & ~(ROW_ALIGNMENT - 1), ROW_ALIGNMENT)
-            return first, start - first, end - first
-
-        def blocks(lo, hi):
-            return lax.select(hi > lo, pl.cdiv(hi, core.TILE_K), jnp.int32(1))
+        def blocks(size):
+            return lax.max(pl.cdiv(size, core.TILE_K), 1)
 
         def for_each_tile(visit):
             def at(i, step):
                 index = cta + i * ctas
-                group, place = lax.div(index, row_tiles * col_tiles), lax.rem(
-                    index, row_tiles * col_tiles
+                group, place = (
+                    lax.div(index, row_tiles * col_tiles),
+                    lax.rem(index, row_tiles * col_tiles),
                 )
                 row, col = lax.div(place, col_tiles), lax.rem(place, col_tiles)
                 return visit(group, row * cta_rows, col * tile.cols, step)
@@ -96,10 +93,11 @@ def grouped_matmul_dw(
 
             def load(group, row, col, step):
                 for leaf in range(leaves):
-                    first, lo, hi = segment(group * leaves + leaf)
+                    segment = group * leaves + leaf
+                    start = pl.multiple_of(starts_gmem[segment], ROW_ALIGNMENT)
 
-                    def issue(i, slot, barrier, first=first):
-                        span = pl.ds(first + i * core.TILE_K, core.TILE_K)
+                    def issue(i, slot, barrier, start=start):
+                        span = pl.ds(start + i * core.TILE_K, core.TILE_K)
                         plgpu.copy_gmem_to_smem(
                             x_gmem.at[span, pl.ds(row, cta_rows)], smem["lhs"].at[slot], barrier
                         )
@@ -107,7 +105,7 @@ def grouped_matmul_dw(
                             dy_gmem.at[span, pl.ds(col, tile.cols)], smem["rhs"].at[slot], barrier
                         )
 
-                    step = ring.produce(step, blocks(lo, hi), issue)
+                    step = ring.produce(step, blocks(sizes_gmem[segment]), issue)
                 return step
 
             ring.drain(for_each_tile(load))
@@ -122,16 +120,16 @@ def grouped_matmul_dw(
 
                 def leaf():
                     nonlocal step
-                    _, lo, hi = segment(group * leaves + next(leaf_index))
+                    size = sizes_gmem[group * leaves + next(leaf_index)]
 
                     def multiply(i, slot, acc):
                         lhs, rhs = smem["lhs"].at[slot], smem["rhs"].at[slot]
-                        inside = lo - i * core.TILE_K, hi - i * core.TILE_K
+                        left = size - i * core.TILE_K
 
-                        @pl.when(jnp.logical_or(inside[0] > 0, inside[1] < core.TILE_K))
+                        @pl.when(left < core.TILE_K)
                         def _mask():
-                            _keep_rows(lhs.at[:, own], *inside)
-                            _keep_rows(rhs.at[:, pl.ds(wg * share, share)], *inside)
+                            _keep_rows(lhs.at[:, own], left)
+                            _keep_rows(rhs.at[:, pl.ds(wg * share, share)], left)
                             plgpu.commit_smem()
                             plgpu.barrier_arrive(smem["masked"])
                             plgpu.barrier_wait(smem["masked"])
@@ -139,7 +137,7 @@ def grouped_matmul_dw(
                         plgpu.wgmma(acc, lhs.at[:, own].T, rhs)
 
                     (value,), step = ring.consume(
-                        step, blocks(lo, hi), ((tile.rows, tile.cols),), multiply
+                        step, blocks(size), ((tile.rows, tile.cols),), multiply
                     )
                     return value
 
@@ -173,12 +171,11 @@ def grouped_matmul_dw(
         ctas=ctas,
         warpgroups=tile.warpgroups,
         name="grouped_matmul_dw",
-    )(x, dy, offsets)
+    )(x, dy, starts, sizes)
 
 
-def _keep_rows(block, lo, hi) -> None:
-    """Zero the rows of a shared memory block outside [lo, hi)."""
+def _keep_rows(block, count) -> None:
+    """Zero the rows of a shared memory block from `count` on."""
     row = plgpu.broadcasted_iota(jnp.int32, block.shape, 0, layout=plgpu.Layout.WGMMA)
     value = block[...]
-    inside = jnp.logical_and(row >= lo, row < hi)
-    block[...] = jnp.where(inside, value, jnp.zeros_like(value))
+    block[...] = jnp.where(row < count, value, jnp.zeros_like(value))

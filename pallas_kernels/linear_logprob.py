@@ -11,8 +11,8 @@ Training takes the block statistics from the product's accumulators; decoding co
 first, keeps them for sampling, and takes the same statistics from the stored values. Both use the
 functions below on tiles of the same register layout, so both give the same bits.
 
-Follows the streaming evaluation of softmax of Milakov and Gimelshein, "Online normalizer calculation
-for softmax" (2018), with a fixed tree in place of the running order.
+Follows the streaming evaluation of softmax of Milakov and Gimelshein, "Online normalizer
+calculation for softmax" (2018), with a fixed tree in place of the running order.
 """
 
 import functools
@@ -265,7 +265,9 @@ _LINE = 128  # rows of one elementwise step: one a thread
 
 def _leaf_blocks(v: int, leaves: int) -> tuple[int, int]:
     if v % (8 * leaves):
-        raise ValueError(f"a vocabulary of {v} does not split into {leaves} leaves of a multiple of 8")
+        raise ValueError(
+            f"a vocabulary of {v} does not split into {leaves} leaves of a multiple of 8"
+        )
     return v // leaves, pl.cdiv(v // leaves, BLOCK)
 
 
@@ -278,7 +280,9 @@ def _check(hidden, lm_head, leaves):
 
 
 def _block_start(block, *, blocks: int, leaf_width: int):
-    start = lax.div(block, jnp.int32(blocks)) * leaf_width + lax.rem(block, jnp.int32(blocks)) * BLOCK
+    start = (
+        lax.div(block, jnp.int32(blocks)) * leaf_width + lax.rem(block, jnp.int32(blocks)) * BLOCK
+    )
     return pl.multiple_of(start, 8)
 
 
@@ -287,7 +291,9 @@ def _block_stats(logits, width):
     col = plgpu.broadcasted_iota(jnp.int32, logits.shape, 1, layout=plgpu.Layout.WGMMA)
     logits = jnp.where(col < width, logits, -jnp.inf)
     maximum = jnp.max(logits, axis=1)
-    return maximum, jnp.sum(jnp.exp(logits - lax.broadcast_in_dim(maximum, logits.shape, (0,))), axis=1)
+    return maximum, jnp.sum(
+        jnp.exp(logits - lax.broadcast_in_dim(maximum, logits.shape, (0,))), axis=1
+    )
 
 
 def _pick_column(logits, column):

@@ -12,9 +12,9 @@ The three products of a linear layer y = x w are one kernel:
     dx = matmul(dy, w, transpose_b=True)   contraction over the output features
     dw = matmul(x, dy, transpose_a=True)   contraction over tokens, with batch leaves
 
-An element depends on its own row of `a`, its own column of `b` and `leaves`, on nothing else: not on
-M, N, the tile, the row's place, or `swap`, which evaluates out^T = b^T a^T so that a few rows sit in
-the 8-wide side of the instruction.
+An element depends on its own row of `a`, its own column of `b` and `leaves`, on nothing else: not
+on M, N, the tile, the row's place, or `swap`, which evaluates out^T = b^T a^T so that a few rows
+sit in the 8-wide side of the instruction.
 """
 
 import jax
@@ -58,7 +58,9 @@ def matmul(
     m, k = a.shape[::-1] if transpose_a else a.shape
     k_b, n = b.shape[::-1] if transpose_b else b.shape
     if k != k_b:
-        raise ValueError(f"contractions differ: {a.shape} and {b.shape}, {transpose_a=} {transpose_b=}")
+        raise ValueError(
+            f"contractions differ: {a.shape} and {b.shape}, {transpose_a=} {transpose_b=}"
+        )
     core.check_leaves(k, leaves)
     if tile is None:
         tile = matmul_tile(m, k, n, leaves, out_dtype)
@@ -66,8 +68,7 @@ def matmul(
     # are dropped again, and zero products change no sum.
     a, b = core.pad_to(a, 1, 8), core.pad_to(b, 1, 8)
     padded_n = n + -n % 8
-    m_rows, n_cols = (m, n + -n % 8)
-    lhs, rhs, rows, cols = (b, a, n_cols, m_rows) if tile.swap else (a, b, m_rows, n_cols)
+    lhs, rhs, rows, cols = (b, a, padded_n, m) if tile.swap else (a, b, m, padded_n)
 
     def epilogue(acc, row, col_tile, wg, _, outs, smem):
         core.store_tile(
@@ -89,11 +90,13 @@ def matmul(
         col_of=lambda c: c * tile.cols,
         tile=tile,
         epilogue=epilogue,
-        out_type=[jax.ShapeDtypeStruct((m_rows, n_cols), out_dtype)],
-        smem={"out": core.store_buffer(tile.warpgroups, tile.rows, tile.cols, out_dtype, tile.swap)},
+        out_type=[jax.ShapeDtypeStruct((m, padded_n), out_dtype)],
+        smem={
+            "out": core.store_buffer(tile.warpgroups, tile.rows, tile.cols, out_dtype, tile.swap)
+        },
         name="matmul",
         leaves=leaves,
         lhs_transposed=not transpose_b if tile.swap else transpose_a,
         rhs_transposed=not transpose_a if tile.swap else transpose_b,
     )
-    return out if n_cols == n else out[:, :n]
+    return out if padded_n == n else out[:, :n]

@@ -44,7 +44,7 @@ def swizzled(shape: tuple[int, ...], dtype: jax.typing.DTypeLike, rows: int = 8)
 
 @dataclasses.dataclass(frozen=True)
 class Ring:
-    """The barriers of the ring: `full[s]` says stage s is loaded, `empty[s]` that it may be reused."""
+    """The barriers of the ring: `full[s]` says stage s is loaded, `empty[s]` that it is free."""
 
     stages: int
     full: jax.Array
@@ -135,7 +135,7 @@ class Ring:
 
 
 def leaf_tree(leaf: Callable[[], jax.Array], leaves: int, hold=None) -> jax.Array:
-    """Sum `leaves` successive calls of `leaf()` in a balanced binary tree, as a binary counter does.
+    """Sum `leaves` successive calls of `leaf()` in a balanced binary tree, as a counter carries.
 
     At most log2(leaves) partial sums wait at any time. Those of a whole half wait in `hold`, a
     shared memory reference private to the warpgroup, when it is given; the others in registers.
@@ -188,14 +188,12 @@ def consumer_registers(consumers: int) -> None:
 def launch(body, out_type, smem: dict, *, ctas: int, warpgroups: int, name: str):
     """A persistent kernel of `ctas` blocks: `warpgroups` consumers and, last, one producer.
 
-    `body(*operands, *outputs, smem)` runs in every warpgroup, with axes "cta" and "wg"; `smem` holds
-    the references allocated from the dictionary given here.
+    `body(*operands, *outputs, smem)` runs in every warpgroup, with axes "cta" and "wg"; `smem`
+    holds the references allocated from the dictionary given here.
     """
 
     def entry(*refs):
-        pl.run_scoped(
-            lambda smem: body(*refs, smem), smem=smem, collective_axes="wg"
-        )
+        pl.run_scoped(lambda smem: body(*refs, smem), smem=smem, collective_axes="wg")
 
     return plgpu.kernel(
         entry,
@@ -231,8 +229,8 @@ def store_tile(value, buffer, out_gmem, row, col, *, transposed: bool, valid=Non
     """Write a warpgroup's tile to out[row:, col:], or to out[col:, row:] transposed.
 
     Chunks go through shared memory to TMA, which drops what lies outside `out`. The copies still
-    run on return: the next call, or the end of the kernel, waits for them. With `valid` = (lo, hi)
-    only those rows of `out`, counted from its first here, are written; the buffer must be ragged.
+    run on return: the next call, or the end of the kernel, waits for them. With `valid` only that
+    many rows of `out` are written; the buffer must then be a ragged one.
     """
     rows, cols = value.shape
     r, c = _chunk(rows, cols, value.dtype, transposed)
@@ -244,17 +242,16 @@ def store_tile(value, buffer, out_gmem, row, col, *, transposed: bool, valid=Non
         chunk = value[i : i + r, j : j + c]
         if transposed:
             slot.T[...] = plgpu.layout_cast(chunk, plgpu.Layout.WGMMA_TRANSPOSED)
-            out_row, out_col, skipped = col + j, row + i, j
+            out_row, out_col, before = col + j, row + i, j
         else:
             slot[...] = chunk
-            out_row, out_col, skipped = row + i, col + j, i
+            out_row, out_col, before = row + i, col + j, i
         plgpu.commit_smem()
-        inside = valid and tuple(jnp.clip(v - skipped, 0, slot.shape[0]) for v in valid)
-        _copy_rows(slot, out_gmem, out_row, out_col, inside)
+        _copy_rows(slot, out_gmem, out_row, out_col, None if valid is None else valid - before)
 
 
-def _copy_rows(slot, out_gmem, row, col, inside) -> None:
-    """Copy rows [lo, hi) = `inside` of `slot` (all if None) to out[row + lo:], as one commit group."""
+def _copy_rows(slot, out_gmem, row, col, count) -> None:
+    """Copy the first `count` rows of `slot` (all of them if None) out, as one commit group."""
     rows, cols = slot.shape
 
     def copy(first, size):
@@ -264,20 +261,18 @@ def _copy_rows(slot, out_gmem, row, col, inside) -> None:
             commit_group=False,
         )
 
-    if inside is None:
+    if count is None:
         copy(0, rows)
     else:
-        lo, hi = inside
-        count = hi - lo
-        pl.when(count == rows)(lambda: copy(0, rows))
+        pl.when(count >= rows)(lambda: copy(0, rows))
 
         # A copy's height is static, so a part of the rows goes out in powers of two.
-        @pl.when(count < rows)
+        @pl.when(jnp.logical_and(count > 0, count < rows))
         def _ladder():
             size = 1 << ((rows - 1).bit_length() - 1)
             while size:
                 # The bits of `count` above this one say where the piece of `size` rows begins.
-                first = lo + (count & ~(2 * size - 1))
+                first = count & ~(2 * size - 1)
                 pl.when(count & size != 0)(functools.partial(copy, first, size))
                 size //= 2
 

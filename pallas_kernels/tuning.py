@@ -34,9 +34,7 @@ class MatmulTile:
     hold_from: int = 8
 
 
-def matmul_tile(
-    m: int, k: int, n: int, leaves: int, out_dtype: jax.typing.DTypeLike
-) -> MatmulTile:
+def matmul_tile(m: int, k: int, n: int, leaves: int, out_dtype: jax.typing.DTypeLike) -> MatmulTile:
     """The tile for an [m, k] by [k, n] product in `leaves` leaves."""
     del k, out_dtype
     if m <= 128:

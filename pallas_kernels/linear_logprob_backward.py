@@ -1,0 +1,58 @@
+"""Backward of the log-probability over a large vocabulary: logits recomputed, leaf by leaf."""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.linear_logprob import logit_gradient
+from pallas_kernels.matmul import matmul
+from pallas_kernels.matmul_core import leaf_tree
+
+
+def linear_logprob_backward(
+    hidden: jax.Array,
+    lm_head: jax.Array,
+    targets: jax.Array,
+    lse: jax.Array,
+    grad: jax.Array,
+    *,
+    leaves: int = 1,
+    batch_leaves: int = 1,
+) -> tuple[jax.Array, jax.Array]:
+    """Gradients of sum(grad * log-probability of the target).
+
+    A leaf's logit gradient, [M, V / leaves] bfloat16, is the only large intermediate. The hidden
+    gradient sums a leaf's columns upwards and leaves in a balanced binary tree, so a rank that owns
+    a subtree of leaves returns that subtree's partial sum. The weight gradient sums rows upwards
+    inside a batch leaf and batch leaves in a balanced binary tree.
+
+    Args:
+      hidden: [M, K] bfloat16.
+      lm_head: [K, V] bfloat16, the columns of this rank's leaves.
+      targets: [M] int32, columns of `lm_head`, or outside [0, V).
+      lse: [M] float32, log-sum-exp over the whole vocabulary.
+      grad: [M] float32, gradient of the row's log-probability.
+      leaves: vocabulary leaves of this rank, a power of two.
+      batch_leaves: equal parts of the rows, a power of two; parts of a multiple of 64 rows.
+
+    Returns:
+      (hidden gradient [M, K], lm_head gradient [K, V]), both float32.
+
+    Raises:
+      ValueError: as `logit_gradient` and `matmul` do.
+    """
+    width = lm_head.shape[1] // leaves
+    index = iter(range(leaves))
+    d_columns = []
+
+    def leaf():
+        first = next(index) * width
+        columns = lax.slice_in_dim(lm_head, first, first + width, axis=1)
+        d_logits = logit_gradient(hidden, columns, targets - first, lse, grad)
+        d_columns.append(
+            matmul(hidden, d_logits, transpose_a=True, leaves=batch_leaves, out_dtype=jnp.float32)
+        )
+        return matmul(d_logits, columns, transpose_b=True, out_dtype=jnp.float32)
+
+    d_hidden = leaf_tree(leaf, leaves)
+    return d_hidden, jnp.concatenate(d_columns, axis=1)
