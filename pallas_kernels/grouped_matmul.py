@@ -6,10 +6,10 @@ none. The sizes live on the device: a table of row tiles is made from them with 
 and the kernel walks as many of its entries as there are. A tile lies in one group and writes only
 that group's rows.
 
-The order of a row's sum is that of `matmul` in its column form (K upwards, one float32 sum): it does
-not depend on the sizes of the groups, the row's place, or the tile. An expert lies whole on one rank,
-so no mesh axis cuts these contractions and they have no leaves. Rows of no group are neither read
-into a result nor written.
+The order of a row's sum is that of `matmul` in its column form (K upwards, one float32 sum): it
+does not depend on the sizes of the groups, the row's place, or the tile. An expert lies whole on one
+rank, so no mesh axis cuts these contractions and they have no leaves. Rows of no group are neither
+read into a result nor written.
 """
 
 import jax
