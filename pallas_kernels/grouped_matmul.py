@@ -7,9 +7,9 @@ and the kernel walks as many of its entries as there are. A tile lies in one gro
 that group's rows.
 
 The order of a row's sum is that of `matmul` in its column form (K upwards, one float32 sum): it
-does not depend on the sizes of the groups, the row's place, or the tile. An expert lies whole on one
-rank, so no mesh axis cuts these contractions and they have no leaves. Rows of no group are neither
-read into a result nor written.
+does not depend on the sizes of the groups, the row's place, or the tile. An expert lies whole on
+one rank, so no mesh axis cuts these contractions and they have no leaves. Rows of no group are
+neither read into a result nor written.
 """
 
 import jax
@@ -164,9 +164,9 @@ def _grouped(xs, ws, starts, sizes, n, products, transpose_w, out_dtypes, epilog
     phase_steps = [x.shape[1] // core.TILE_K for x in xs]
     steps = sum(phase_steps)
 
-    def body(*refs):
+    def body(*refs, smem):
         x_gmem, refs = refs[:phases], refs[phases:]
-        w_gmem, (table_gmem, count_gmem, *out_gmem, smem) = refs[: len(ws)], refs[len(ws) :]
+        w_gmem, (table_gmem, count_gmem, *out_gmem) = refs[: len(ws)], refs[len(ws) :]
         ring = core.Ring(tile.stages, smem["full"], smem["empty"])
         wg = lax.axis_index("wg")
         cta = lax.axis_index("cta")
@@ -271,9 +271,7 @@ def _grouped(xs, ws, starts, sizes, n, products, transpose_w, out_dtypes, epilog
     smem = {
         "lhs": stages["w" if tile.swap else "x"],
         "rhs": stages["x" if tile.swap else "w"],
-        "out": core.store_buffer(
-            tile.warpgroups, tile.rows, tile.cols, out_dtypes[0], tile.swap, ragged=True
-        ),
+        "out": core.store_buffer(tile, out_dtypes[0], ragged=True),
         **core.Ring.barriers(tile.stages, copies=1 + products, consumers=tile.warpgroups),
     }
     return core.launch(

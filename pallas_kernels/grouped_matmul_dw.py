@@ -63,10 +63,10 @@ def grouped_matmul_dw(
     row_tiles, col_tiles = pl.cdiv(k, cta_rows), pl.cdiv(n, tile.cols)
     tiles = groups * row_tiles * col_tiles
     ctas = min(core.sm_count(), tiles)
-    hold = leaves >= tile.hold_from
+    holds = core.Holds.of(leaves, tile)
     share = tile.cols // tile.warpgroups
 
-    def body(x_gmem, dy_gmem, starts_gmem, sizes_gmem, dw_gmem, smem):
+    def body(x_gmem, dy_gmem, starts_gmem, sizes_gmem, dw_gmem, *scratch, smem):
         ring = core.Ring(tile.stages, smem["full"], smem["empty"])
         wg = lax.axis_index("wg")
         cta = lax.axis_index("cta")
@@ -141,7 +141,7 @@ def grouped_matmul_dw(
                     )
                     return value
 
-                acc = core.leaf_tree(leaf, leaves, smem["hold"].at[wg] if hold else None)
+                acc = core.leaf_tree(leaf, leaves, holds.refs(smem, scratch, cta, wg))
                 core.store_tile(
                     acc.astype(out_dtype),
                     smem["out"].at[wg],
@@ -158,20 +158,19 @@ def grouped_matmul_dw(
     smem = {
         "lhs": core.swizzled((tile.stages, core.TILE_K, cta_rows), jnp.bfloat16),
         "rhs": core.swizzled((tile.stages, core.TILE_K, tile.cols), jnp.bfloat16),
-        "out": core.store_buffer(tile.warpgroups, tile.rows, tile.cols, out_dtype, False),
+        "out": core.store_buffer(tile, out_dtype),
         "masked": plgpu.Barrier(num_arrivals=tile.warpgroups),
         **core.Ring.barriers(tile.stages, copies=2, consumers=tile.warpgroups),
     }
-    if hold:
-        smem["hold"] = core.swizzled((tile.warpgroups, tile.rows, tile.cols), jnp.float32)
-    return core.launch(
+    dw, *_ = core.launch(
         body,
-        jax.ShapeDtypeStruct((groups, k, n), out_dtype),
-        smem,
+        [jax.ShapeDtypeStruct((groups, k, n), out_dtype), *holds.scratch(ctas)],
+        {**smem, **holds.smem()},
         ctas=ctas,
         warpgroups=tile.warpgroups,
         name="grouped_matmul_dw",
     )(x, dy, starts, sizes)
+    return dw
 
 
 def _keep_rows(block, count) -> None:

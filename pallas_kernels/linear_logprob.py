@@ -95,7 +95,7 @@ def linear_logprob_stats(
 
     shape = jax.ShapeDtypeStruct((leaves * blocks, padded), jnp.float32)
     maxima, sums, picked = product(
-        hidden,
+        core.whole_lines(hidden),
         lm_head,
         (hits, pad(wanted), pad(column)),
         contraction=k,
@@ -153,7 +153,7 @@ def logits_stats(logits: jax.Array, *, leaves: int = 1) -> tuple[jax.Array, jax.
         grid=(padded // ROWS, leaves * blocks),
         grid_names=("row", "block"),
         kernel_name="logits_stats",
-    )(logits)
+    )(core.whole_lines(logits))
     maximum, total = _combine_blocks(maxima, sums, leaves, blocks)
     return maximum[:, :m], total[:, :m]
 
@@ -244,7 +244,7 @@ def logit_gradient(
         )
 
     (out,) = product(
-        hidden,
+        core.whole_lines(hidden),
         lm_head,
         (jnp.pad(targets, extra, constant_values=-1), jnp.pad(lse, extra), jnp.pad(grad, extra)),
         contraction=k,
@@ -253,11 +253,11 @@ def logit_gradient(
         col_of=lambda c: c * tile.cols,
         tile=tile,
         epilogue=epilogue,
-        out_type=[jax.ShapeDtypeStruct((m, v), jnp.bfloat16)],
-        smem={"out": core.store_buffer(tile.warpgroups, tile.rows, tile.cols, jnp.bfloat16, False)},
+        out_type=[jax.ShapeDtypeStruct((core.whole_rows(m), v), jnp.bfloat16)],
+        smem={"out": core.store_buffer(tile, jnp.bfloat16)},
         name="logit_gradient",
     )
-    return out
+    return out if out.shape[0] == m else out[:m]
 
 
 _LINE = 128  # rows of one elementwise step: one a thread

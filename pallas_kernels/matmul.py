@@ -64,11 +64,9 @@ def matmul(
     core.check_leaves(k, leaves)
     if tile is None:
         tile = matmul_tile(m, k, n, leaves, out_dtype)
-    # TMA wants 16-byte strides and fills what it reads outside an operand with zeros. Zero columns
-    # are dropped again, and zero products change no sum.
-    a, b = core.pad_to(a, 1, 8), core.pad_to(b, 1, 8)
-    padded_n = n + -n % 8
-    lhs, rhs, rows, cols = (b, a, padded_n, m) if tile.swap else (a, b, m, padded_n)
+    a, b = core.whole_lines(a), core.whole_lines(b)
+    padded_m, padded_n = core.whole_rows(m), n + -n % 8
+    lhs, rhs, rows, cols = (b, a, padded_n, padded_m) if tile.swap else (a, b, padded_m, padded_n)
 
     def epilogue(acc, row, col_tile, wg, _, outs, smem):
         core.store_tile(
@@ -90,13 +88,11 @@ def matmul(
         col_of=lambda c: c * tile.cols,
         tile=tile,
         epilogue=epilogue,
-        out_type=[jax.ShapeDtypeStruct((m, padded_n), out_dtype)],
-        smem={
-            "out": core.store_buffer(tile.warpgroups, tile.rows, tile.cols, out_dtype, tile.swap)
-        },
+        out_type=[jax.ShapeDtypeStruct((padded_m, padded_n), out_dtype)],
+        smem={"out": core.store_buffer(tile, out_dtype)},
         name="matmul",
         leaves=leaves,
         lhs_transposed=not transpose_b if tile.swap else transpose_a,
         rhs_transposed=not transpose_a if tile.swap else transpose_b,
     )
-    return out if padded_n == n else out[:, :n]
+    return out if out.shape == (m, n) else out[:m, :n]

@@ -12,13 +12,15 @@ tree. Tile sizes, stages, the number of warpgroups and the place of a row in a t
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.tuning import MatmulTile
 
 WARPGROUP_ROWS = 64  # rows of one wgmma instruction
 SWIZZLE_BYTES = 128
@@ -134,20 +136,69 @@ class Ring:
         return tuple(values), step
 
 
-def leaf_tree(leaf: Callable[[], jax.Array], leaves: int, hold=None) -> jax.Array:
+def leaf_tree(leaf: Callable[[], jax.Array], leaves: int, holds: Sequence = ()) -> jax.Array:
     """Sum `leaves` successive calls of `leaf()` in a balanced binary tree, as a counter carries.
 
-    At most log2(leaves) partial sums wait at any time. Those of a whole half wait in `hold`, a
-    shared memory reference private to the warpgroup, when it is given; the others in registers.
+    The sum of a left half waits while its right half is summed, at most one of every size: one of
+    2^i leaves waits in `holds[i]`, a reference private to the warpgroup, or, where that is None or
+    missing, in registers.
     """
     if leaves == 1:
         return leaf()
-    left = leaf_tree(leaf, leaves // 2)
+    left = leaf_tree(leaf, leaves // 2, holds)
+    level = leaves.bit_length() - 2
+    hold = holds[level] if level < len(holds) else None
     if hold is None:
-        return left + leaf_tree(leaf, leaves // 2)
+        return left + leaf_tree(leaf, leaves // 2, holds)
     hold[...] = left
-    right = leaf_tree(leaf, leaves // 2)
-    return hold[...] + right
+    right = leaf_tree(leaf, leaves // 2, holds)
+    return plgpu.load(hold, layout=plgpu.Layout.WGMMA, optimized=False) + right
+
+
+ACCUMULATOR_REGISTERS = 160  # what a thread can spare for float32 tiles beside everything else
+
+
+@dataclasses.dataclass(frozen=True)
+class Holds:
+    """Where the waiting sums of `leaf_tree` lie: small ones in registers, then shared memory, L2.
+
+    A tile of 64 x 128 leaves registers for one waiting sum beside its accumulator, and shared
+    memory for another beside the ring. A greater half waits once a tile: writing it to device memory adds
+    a few percent to the traffic that the ring has anyway.
+    """
+
+    tile: MatmulTile
+    in_registers: int
+    in_smem: int
+    in_scratch: int
+
+    @staticmethod
+    def of(leaves: int, tile: MatmulTile) -> "Holds":
+        waiting = leaves.bit_length() - 1
+        registers = tile.rows * tile.cols // 128
+        first = min(waiting, max(1, ACCUMULATOR_REGISTERS // registers - 1))
+        second = min(1, waiting - first)
+        return Holds(tile, first, second, waiting - first - second)
+
+    @property
+    def _shape(self) -> tuple[int, int, int]:
+        return (self.tile.warpgroups, self.tile.rows, self.tile.cols)
+
+    def smem(self) -> dict:
+        """The shared memory allocation, if any."""
+        return {"hold": swizzled(self._shape, jnp.float32)} if self.in_smem else {}
+
+    def scratch(self, ctas: int) -> list[jax.ShapeDtypeStruct]:
+        """Device memory, as outputs of the kernel that nobody reads afterwards."""
+        return [jax.ShapeDtypeStruct((ctas, *self._shape), jnp.float32)] * self.in_scratch
+
+    def refs(self, smem: dict, scratch: Sequence, cta: jax.Array, wg: jax.Array) -> list:
+        """`holds` of `leaf_tree` for one warpgroup."""
+        return [
+            *[None] * self.in_registers,
+            *([smem["hold"].at[wg]] if self.in_smem else []),
+            *[ref.at[cta, wg] for ref in scratch],
+        ]
 
 
 def check_leaves(contraction: int, leaves: int) -> None:
@@ -161,17 +212,22 @@ def check_leaves(contraction: int, leaves: int) -> None:
         )
 
 
-def pad_to(x: jax.Array, axis: int, multiple: int) -> jax.Array:
-    """`x` with zeros appended along `axis` up to a multiple of `multiple`."""
-    extra = -x.shape[axis] % multiple
-    if not extra:
-        return x
-    widths = [(0, 0)] * x.ndim
-    widths[axis] = (0, extra)
-    return jnp.pad(x, widths)
+def whole_rows(rows: int) -> int:
+    """`rows` up to a multiple of 8; fewer than 8 rows stay as they are."""
+    return rows if rows < 8 else rows + -rows % 8
 
 
-PRODUCER_REGISTERS = 40
+def whole_lines(x: jax.Array) -> jax.Array:
+    """`x` [rows, cols] padded with zeros as TMA needs it: 16-byte strides and whole groups of rows.
+
+    What a tile reads outside the array TMA fills with zeros itself. Zero products change no sum.
+    """
+    rows, cols = x.shape
+    extra = ((0, whole_rows(rows) - rows), (0, -cols % 8))
+    return jnp.pad(x, extra) if any(after for _, after in extra) else x
+
+
+PRODUCER_REGISTERS = 56
 
 
 def producer_registers(consumers: int) -> None:
@@ -188,12 +244,12 @@ def consumer_registers(consumers: int) -> None:
 def launch(body, out_type, smem: dict, *, ctas: int, warpgroups: int, name: str):
     """A persistent kernel of `ctas` blocks: `warpgroups` consumers and, last, one producer.
 
-    `body(*operands, *outputs, smem)` runs in every warpgroup, with axes "cta" and "wg"; `smem`
+    `body(*operands, *outputs, smem=smem)` runs in every warpgroup, with axes "cta" and "wg"; `smem`
     holds the references allocated from the dictionary given here.
     """
 
     def entry(*refs):
-        pl.run_scoped(lambda smem: body(*refs, smem), smem=smem, collective_axes="wg")
+        pl.run_scoped(lambda smem: body(*refs, smem=smem), smem=smem, collective_axes="wg")
 
     return plgpu.kernel(
         entry,
@@ -212,16 +268,16 @@ def _chunk(rows: int, cols: int, dtype, transposed: bool) -> tuple[int, int]:
     return (WARPGROUP_ROWS, cols if transposed else min(cols, SWIZZLE_BYTES // dtype.itemsize))
 
 
-def store_buffer(
-    warpgroups: int, rows: int, cols: int, dtype, transposed: bool, ragged: bool = False
-):
-    """Shared memory for `store_tile`: two chunks a warpgroup, or one if the tile is one chunk.
+def store_buffer(tile: MatmulTile, dtype: jax.typing.DTypeLike, ragged: bool = False):
+    """Shared memory for `store_tile`: `tile.slots` chunks a warpgroup, or as many as there are.
 
     With `ragged` its rows can be copied out one by one.
     """
-    r, c = _chunk(rows, cols, jnp.dtype(dtype), transposed)
-    slots = min(2, (rows // r) * (cols // c))
-    shape = (warpgroups, slots, *((c, r) if transposed else (r, c)))
+    r, c = _chunk(tile.rows, tile.cols, jnp.dtype(dtype), tile.swap)
+    slots = min(tile.slots, (tile.rows // r) * (tile.cols // c))
+    shape = (tile.warpgroups, slots, *((c, r) if tile.swap else (r, c)))
+    if ragged and tile.swap and jnp.dtype(dtype) == jnp.float32:
+        return plgpu.SMEM(shape, dtype)  # no swizzled layout takes a transposed float32 store
     return swizzled(shape, dtype, rows=1 if ragged else 8)
 
 

@@ -58,12 +58,12 @@ def product(
     row_tiles = pl.cdiv(rows, cta_rows)
     tiles = row_tiles * col_tiles
     leaf_steps = pl.cdiv(contraction, leaves * core.TILE_K)
-    hold = leaves >= tile.hold_from
+    holds = core.Holds.of(leaves, tile)
     ctas = min(core.sm_count(), tiles)
 
-    def body(*refs):
-        lhs_gmem, rhs_gmem, *refs, smem = refs
-        extra_gmem, out_gmem = refs[: len(extras)], refs[len(extras) :]
+    def body(lhs_gmem, rhs_gmem, *refs, smem):
+        extra_gmem, refs = refs[: len(extras)], refs[len(extras) :]
+        out_gmem, scratch = refs[: len(out_type)], refs[len(out_type) :]
         ring = core.Ring(tile.stages, smem["full"], smem["empty"])
         wg = lax.axis_index("wg")
         cta = lax.axis_index("cta")
@@ -117,7 +117,7 @@ def product(
                     )
                     return value
 
-                acc = core.leaf_tree(leaf, leaves, smem["hold"].at[wg] if hold else None)
+                acc = core.leaf_tree(leaf, leaves, holds.refs(smem, scratch, cta, wg))
                 epilogue(acc, row + wg * tile.rows, col_tile, wg, extra_gmem, out_gmem, smem)
                 return step
 
@@ -129,11 +129,15 @@ def product(
         "rhs": _stages(tile.stages, tile.cols, not rhs_transposed),
         **core.Ring.barriers(tile.stages, copies=2, consumers=tile.warpgroups),
     }
-    if hold:
-        stages["hold"] = core.swizzled((tile.warpgroups, tile.rows, tile.cols), jnp.float32)
-    return core.launch(
-        body, list(out_type), {**stages, **smem}, ctas=ctas, warpgroups=tile.warpgroups, name=name
+    outs = core.launch(
+        body,
+        [*out_type, *holds.scratch(ctas)],
+        {**stages, **holds.smem(), **smem},
+        ctas=ctas,
+        warpgroups=tile.warpgroups,
+        name=name,
     )(lhs, rhs, *extras)
+    return outs[: len(out_type)]
 
 
 def _stages(count: int, span: int, k_major: bool):

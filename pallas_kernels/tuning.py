@@ -21,7 +21,7 @@ class MatmulTile:
       swap: rows are the output's columns (N) and columns its rows (M).
       minor: the tile axis that neighbouring blocks differ in (0 rows, 1 columns).
       band: how many tiles of that axis are walked before the other axis moves.
-      hold_from: from this many leaves on, a half's sum waits in shared memory, not in registers.
+      slots: parts of a warpgroup's tile that may be on their way out of shared memory at a time.
     """
 
     rows: int
@@ -31,7 +31,7 @@ class MatmulTile:
     swap: bool = False
     minor: int = 1
     band: int = 8
-    hold_from: int = 8
+    slots: int = 2
 
 
 def matmul_tile(m: int, k: int, n: int, leaves: int, out_dtype: jax.typing.DTypeLike) -> MatmulTile:
