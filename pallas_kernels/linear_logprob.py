@@ -1,21 +1,24 @@
 """Log-probabilities over a large vocabulary for Hopper, without storing [tokens, vocabulary].
 
 The vocabulary is cut into equal contiguous leaves (a mesh axis may own some of them), a leaf into
-blocks of `BLOCK` columns. For a row and a block b, with logits z (float32, the order of `matmul`):
+blocks of `BLOCK` columns. For a row and a block b, with z = logit * inverse temperature (logits in
+float32 and in the order of `matmul`; z is rounded), and for the kept set {z >= threshold} too:
 
     m_b = max z,    s_b = sum exp(z - m_b)          one fixed reduction inside a warpgroup
     m_l = max_b m_b,    s_l = sum_b s_b exp(m_b - m_l)      blocks of leaf l, upwards
-    lse = m + log(sum_l s_l exp(m_l - m)),  m = max_l m_l   leaves in a balanced binary tree
+    m = max_l m_l,    s = sum_l s_l exp(m_l - m)      leaves in a balanced binary tree
+    log-probability = (z_target - m) - log s
 
 Training takes the block statistics from the product's accumulators; decoding computes the logits
 first, keeps them for sampling, and takes the same statistics from the stored values. Both use the
 functions below on tiles of the same register layout, so both give the same bits.
 
-Follows the streaming evaluation of softmax of Milakov and Gimelshein, "Online normalizer
-calculation for softmax" (2018), with a fixed tree in place of the running order.
+Follows the streaming evaluation of softmax of Milakov and Gimelshein, arXiv 1805.02867, with a
+fixed tree in place of the running order.
 """
 
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -32,26 +35,36 @@ ROWS = core.WARPGROUP_ROWS
 _ROW_LAYOUT = plgpu.Layout.WGMMA.reduce(1)
 
 
+class Statistics(NamedTuple):
+    """Softmax statistics, all float32: maximum, sum of exp(z - maximum), the kept set's part of it."""
+
+    maximum: jax.Array
+    total: jax.Array
+    kept: jax.Array
+
+
 def linear_logprob_stats(
     hidden: jax.Array,
     lm_head: jax.Array,
     targets: jax.Array,
+    inverse_temperature: jax.Array,
+    threshold: jax.Array,
     *,
     leaves: int = 1,
     tile: MatmulTile | None = None,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Softmax statistics of hidden lm_head for every leaf, and the target's logit.
+) -> tuple[Statistics, jax.Array]:
+    """Softmax statistics of hidden lm_head for every leaf, and the target's scaled logit.
 
     Args:
       hidden: [M, K] bfloat16.
       lm_head: [K, V] bfloat16, the columns of this rank's leaves.
       targets: [M] int32, columns of `lm_head`; negative or >= V if the target is not among them.
+      inverse_temperature, threshold: [M] float32.
       leaves: leaves of this rank; they divide V into parts of a multiple of 8.
       tile: tile choice; it does not change the result.
 
     Returns:
-      (maximum [leaves, M], sum of exponentials [leaves, M], target logit [M], 0 where the target is
-      not here), all float32.
+      (Statistics of [leaves, M], scaled logit of the target [M] float32, -inf if it is not here).
 
     Raises:
       ValueError: for other dtypes, mismatched shapes or leaves that do not divide the vocabulary.
@@ -62,156 +75,188 @@ def linear_logprob_stats(
         raise ValueError(f"a tile of linear_logprob is 64-row by {BLOCK}, not {tile}")
     padded = m + -m % ROWS
     here = jnp.logical_and(targets >= 0, targets < lm_head.shape[1])
-    # Blocks that hold a target of a group of 64 rows, so that others need not look for one.
     place = targets // leaf_width * blocks + targets % leaf_width // BLOCK
     place = jnp.where(here, place, 0).astype(jnp.int32)
     column = jnp.where(here, targets % leaf_width % BLOCK, -1).astype(jnp.int32)
+    wanted = jnp.where(here, place, -1)
+    # Blocks that hold a target of a group of 64 rows: the others need not look for one.
     hits = jnp.zeros((padded // ROWS, leaves * blocks), jnp.int32)
     hits = hits.at[jnp.arange(m) // ROWS, place].max(here.astype(jnp.int32))
-    wanted = jnp.where(here, place, -1)
-    pad = functools.partial(jnp.pad, pad_width=(0, padded - m), constant_values=-1)
 
     def epilogue(acc, row, block, _, extras, outs, __):
-        hits_gmem, wanted_gmem, column_gmem = extras
-        maxima, sums, picked = outs
+        hits_gmem, wanted_gmem, column_gmem, inverse_gmem, threshold_gmem = extras
+        *stats, picked = outs
         for i in range(0, tile.rows, ROWS):
             first = row + i
 
             @pl.when(first < padded)
             def _rows(i=i, first=first):
                 rows = pl.ds(first, ROWS)
-                logits = acc[i : i + ROWS]
+                z = _scale(acc[i : i + ROWS], _load_rows(inverse_gmem, rows))
 
                 @pl.when(hits_gmem[lax.div(first, jnp.int32(ROWS)), block] > 0)
                 def _pick():
-                    load = functools.partial(plgpu.load, layout=_ROW_LAYOUT, optimized=False)
-                    target = jnp.where(
-                        load(wanted_gmem.at[rows]) == block, load(column_gmem.at[rows]), -1
-                    )
-                    picked[block, rows] = _pick_column(logits, target)
+                    mine = _load_rows(wanted_gmem, rows) == block
+                    target = jnp.where(mine, _load_rows(column_gmem, rows), -1)
+                    picked[block, rows] = _pick_column(z, target)
 
                 width = leaf_width - lax.rem(block, jnp.int32(blocks)) * BLOCK
-                maxima[block, rows], sums[block, rows] = _block_stats(logits, width)
+                values = _block_stats(z, _load_rows(threshold_gmem, rows), width)
+                for ref, value in zip(stats, values, strict=True):
+                    ref[block, rows] = value
 
+    extra = (0, padded - m)
     shape = jax.ShapeDtypeStruct((leaves * blocks, padded), jnp.float32)
-    maxima, sums, picked = product(
-        core.whole_lines(hidden),
-        lm_head,
-        (hits, pad(wanted), pad(column)),
-        contraction=k,
+    *stats, picked = product(
+        (core.whole_lines(hidden),),
+        (lm_head,),
+        (
+            hits,
+            jnp.pad(wanted, extra, constant_values=-1),
+            jnp.pad(column, extra, constant_values=-1),
+            jnp.pad(inverse_temperature, extra),
+            jnp.pad(threshold, extra),
+        ),
+        contractions=(k,),
         rows=m,
         col_tiles=leaves * blocks,
         col_of=functools.partial(_block_start, blocks=blocks, leaf_width=leaf_width),
         tile=tile,
         epilogue=epilogue,
-        out_type=[shape, shape, shape],
+        out_type=[shape] * 4,
         smem={},
         name="linear_logprob",
     )
-    logit = jnp.where(here, picked[place, jnp.arange(m)], 0.0)
-    maximum, total = _combine_blocks(maxima, sums, leaves, blocks)
-    return maximum[:, :m], total[:, :m], logit
+    logit = jnp.where(here, picked[place, jnp.arange(m)], -jnp.inf)
+    return _combine_blocks(Statistics(*stats), m, leaves, blocks), logit
 
 
-def logits_stats(logits: jax.Array, *, leaves: int = 1) -> tuple[jax.Array, jax.Array]:
-    """The statistics of `linear_logprob_stats` from stored logits, with the same bits.
+def logits_stats(z: jax.Array, threshold: jax.Array, *, leaves: int = 1) -> Statistics:
+    """The statistics of `linear_logprob_stats` from stored scaled logits, with the same bits.
 
     Args:
-      logits: [M, V] float32, as `matmul(hidden, lm_head, out_dtype=float32)` gives them.
+      z: [M, V] float32: `matmul(hidden, lm_head, out_dtype=float32)` times inverse temperature.
+      threshold: [M] float32.
       leaves: leaves of this rank; they divide V into parts of a multiple of 8.
 
     Returns:
-      (maximum [leaves, M], sum of exponentials [leaves, M]), float32.
+      Statistics of [leaves, M].
 
     Raises:
       ValueError: for another dtype or leaves that do not divide the vocabulary.
     """
-    m, v = logits.shape
-    if logits.dtype != jnp.float32:
-        raise ValueError(f"logits must be float32, not {logits.dtype}")
+    m, v = z.shape
+    if z.dtype != jnp.float32:
+        raise ValueError(f"logits must be float32, not {z.dtype}")
     leaf_width, blocks = _leaf_blocks(v, leaves)
     padded = m + -m % ROWS
 
-    def body(logits_gmem, maxima, sums):
+    def body(z_gmem, threshold_gmem, *stats):
         row, block = lax.axis_index("row") * ROWS, lax.axis_index("block")
+        rows = pl.ds(row, ROWS)
 
         def scoped(tile, barrier):
             span = pl.ds(_block_start(block, blocks=blocks, leaf_width=leaf_width), BLOCK)
-            plgpu.copy_gmem_to_smem(logits_gmem.at[pl.ds(row, ROWS), span], tile, barrier)
+            plgpu.copy_gmem_to_smem(z_gmem.at[rows, span], tile, barrier)
             plgpu.barrier_wait(barrier)
             width = leaf_width - lax.rem(block, jnp.int32(blocks)) * BLOCK
             values = plgpu.layout_cast(tile[...], plgpu.Layout.WGMMA)
-            rows = pl.ds(row, ROWS)
-            maxima[block, rows], sums[block, rows] = _block_stats(values, width)
+            values = _block_stats(values, _load_rows(threshold_gmem, rows), width)
+            for ref, value in zip(stats, values, strict=True):
+                ref[block, rows] = value
 
         pl.run_scoped(scoped, core.swizzled((ROWS, BLOCK), jnp.float32), plgpu.Barrier())
 
     shape = jax.ShapeDtypeStruct((leaves * blocks, padded), jnp.float32)
-    maxima, sums = plgpu.kernel(
+    stats = plgpu.kernel(
         body,
-        out_type=[shape, shape],
+        out_type=[shape] * 3,
         grid=(padded // ROWS, leaves * blocks),
         grid_names=("row", "block"),
         kernel_name="logits_stats",
-    )(core.whole_lines(logits))
-    maximum, total = _combine_blocks(maxima, sums, leaves, blocks)
-    return maximum[:, :m], total[:, :m]
+    )(core.whole_lines(z), jnp.pad(threshold, (0, padded - m)))
+    return _combine_blocks(Statistics(*stats), m, leaves, blocks)
 
 
-def combine_leaves(maximum: jax.Array, total: jax.Array) -> jax.Array:
-    """Log-sum-exp of a row from the statistics of all leaves.
+class Logprobs(NamedTuple):
+    """Of a row, over the whole vocabulary and over the kept set: log-probability and log-sum-exp."""
+
+    full: jax.Array
+    kept: jax.Array
+    lse: jax.Array
+    lse_kept: jax.Array
+
+
+def combine_leaves(stats: Statistics, logit: jax.Array) -> Logprobs:
+    """Finish the tree over leaves.
 
     Args:
-      maximum, total: [G, M] float32, leaves in order; G a power of two.
+      stats: Statistics of [G, M], all leaves in order; G a power of two.
+      logit: [M] float32, the target's scaled logit.
 
     Returns:
-      [M] float32.
+      Logprobs of [M] float32.
     """
-    leaves, m = maximum.shape
-    core.check_leaves(leaves * core.TILE_K, leaves)
+    leaves, m = stats.maximum.shape
+    core.check_leaves(leaves, leaves)
     padded = m + -m % _LINE
 
-    def body(maximum_gmem, total_gmem, lse_gmem):
+    def body(maximum_gmem, total_gmem, kept_gmem, logit_gmem, *outs):
         rows = pl.ds(lax.axis_index("row") * _LINE, _LINE)
         maxima = [maximum_gmem[leaf, rows] for leaf in range(leaves)]
         top = functools.reduce(jnp.maximum, maxima)
-        index = iter(range(leaves))
 
-        def leaf():
-            i = next(index)
-            return total_gmem[i, rows] * jnp.exp(maxima[i] - top)
+        def log_sum(sums_gmem):
+            index = iter(range(leaves))
 
-        lse_gmem[rows] = top + jnp.log(core.leaf_tree(leaf, leaves))
+            def leaf():
+                i = next(index)
+                return sums_gmem[i, rows] * jnp.exp(maxima[i] - top)
+
+            return jnp.log(core.leaf_tree(leaf, leaves))
+
+        z = logit_gmem[rows] - top
+        log_total, log_kept = log_sum(total_gmem), log_sum(kept_gmem)
+        values = Logprobs(z - log_total, z - log_kept, top + log_total, top + log_kept)
+        for ref, value in zip(outs, values, strict=True):
+            ref[rows] = value
 
     extra = ((0, 0), (0, padded - m))
-    return plgpu.kernel(
+    outs = plgpu.kernel(
         body,
-        out_type=jax.ShapeDtypeStruct((padded,), jnp.float32),
+        out_type=[jax.ShapeDtypeStruct((padded,), jnp.float32)] * 4,
         grid=(padded // _LINE,),
         grid_names=("row",),
         kernel_name="combine_leaves",
-    )(jnp.pad(maximum, extra), jnp.pad(total, extra, constant_values=1.0))[:m]
+    )(*(jnp.pad(x, extra) for x in stats), jnp.pad(logit, extra[1]))
+    return Logprobs(*(out[:m] for out in outs))
 
 
 def logit_gradient(
     hidden: jax.Array,
     lm_head: jax.Array,
     targets: jax.Array,
-    lse: jax.Array,
+    inverse_temperature: jax.Array,
+    threshold: jax.Array,
+    logprobs: Logprobs,
     grad: jax.Array,
+    grad_kept: jax.Array,
     *,
     tile: MatmulTile | None = None,
 ) -> jax.Array:
-    """Gradient of grad * log-probability with respect to some columns' logits, recomputed.
+    """Gradient with respect to some columns' logits, which are recomputed.
 
-        d[r, j] = grad[r] (1[j == targets[r]] - exp(z[r, j] - lse[r]))
+        d[r, j] = inverse_temperature[r] (grad[r] (hit - exp(z - lse[r]))
+                  + grad_kept[r] (hit - [z >= threshold[r]] exp(z - lse_kept[r])))
+        hit = 1 if j == targets[r] else 0
 
     Args:
       hidden: [M, K] bfloat16.
       lm_head: [K, V] bfloat16, the columns.
       targets: [M] int32, a column, or one outside [0, V) if the target is not among them.
-      lse: [M] float32, log-sum-exp over the whole vocabulary.
-      grad: [M] float32, gradient of the row's log-probability.
+      inverse_temperature, threshold: [M] float32.
+      logprobs: what `combine_leaves` gave over the whole vocabulary.
+      grad, grad_kept: [M] float32, gradients by the row's two log-probabilities.
       tile: tile choice; it does not change the result.
 
     Returns:
@@ -219,23 +264,25 @@ def logit_gradient(
     """
     m, k, v, _ = _check(hidden, lm_head, 1)
     tile = tile or logprob_tile()
+    vectors = (
+        *(inverse_temperature, threshold, logprobs.lse, logprobs.lse_kept),
+        *(grad, grad_kept),
+    )
     extra = (0, -m % (tile.rows * tile.warpgroups))
 
     def epilogue(acc, row, col_tile, wg, extras, outs, smem):
-        rows = pl.ds(row, tile.rows)
-        target, lse, grad = (
-            plgpu.load(ref.at[rows], layout=_ROW_LAYOUT, optimized=False) for ref in extras
+        target, inverse, threshold, lse, lse_kept, grad, grad_kept = (
+            _load_rows(ref, pl.ds(row, tile.rows)) for ref in extras
         )
-
-        def spread(x):
-            return lax.broadcast_in_dim(x, acc.shape, (0,))
-
-        col = plgpu.broadcasted_iota(jnp.int32, acc.shape, 1, layout=plgpu.Layout.WGMMA)
-        hit = spread(target - col_tile * tile.cols) == col
-        probability = jnp.exp(acc - spread(lse))
-        value = spread(grad) * jnp.where(hit, 1.0 - probability, -probability)
+        z = _scale(acc, inverse)
+        column = plgpu.broadcasted_iota(jnp.int32, acc.shape, 1, layout=plgpu.Layout.WGMMA)
+        hit = jnp.where(_spread(target - col_tile * tile.cols, z) == column, 1.0, 0.0)
+        p = jnp.exp(z - _spread(lse, z))
+        p_kept = jnp.exp(z - _spread(lse_kept, z))
+        p_kept = jnp.where(z >= _spread(threshold, z), p_kept, 0.0)
+        d = _spread(grad, z) * (hit - p) + _spread(grad_kept, z) * (hit - p_kept)
         core.store_tile(
-            value.astype(jnp.bfloat16),
+            (d * _spread(inverse, z)).astype(jnp.bfloat16),
             smem["out"].at[wg],
             outs[0],
             row,
@@ -244,10 +291,10 @@ def logit_gradient(
         )
 
     (out,) = product(
-        core.whole_lines(hidden),
-        lm_head,
-        (jnp.pad(targets, extra, constant_values=-1), jnp.pad(lse, extra), jnp.pad(grad, extra)),
-        contraction=k,
+        (core.whole_lines(hidden),),
+        (lm_head,),
+        (jnp.pad(targets, extra, constant_values=-1), *(jnp.pad(x, extra) for x in vectors)),
+        contractions=(k,),
         rows=m,
         col_tiles=pl.cdiv(v, tile.cols),
         col_of=lambda c: c * tile.cols,
@@ -286,61 +333,72 @@ def _block_start(block, *, blocks: int, leaf_width: int):
     return pl.multiple_of(start, 8)
 
 
-def _block_stats(logits, width):
-    """Maximum and sum of exponentials over the first `width` columns of a [64, BLOCK] tile."""
-    col = plgpu.broadcasted_iota(jnp.int32, logits.shape, 1, layout=plgpu.Layout.WGMMA)
-    logits = jnp.where(col < width, logits, -jnp.inf)
-    maximum = jnp.max(logits, axis=1)
-    return maximum, jnp.sum(
-        jnp.exp(logits - lax.broadcast_in_dim(maximum, logits.shape, (0,))), axis=1
-    )
+def _load_rows(ref, rows):
+    """One value a row of a 64-row tile, in the layout that a reduction of the tile has."""
+    return plgpu.load(ref.at[rows], layout=_ROW_LAYOUT, optimized=False)
 
 
-def _pick_column(logits, column):
-    """logits[r, column[r]], or zero if the column is negative: a sum of one value and zeros."""
-    col = plgpu.broadcasted_iota(jnp.int32, logits.shape, 1, layout=plgpu.Layout.WGMMA)
-    hit = lax.broadcast_in_dim(column, logits.shape, (0,)) == col
-    return jnp.sum(jnp.where(hit, logits, 0.0), axis=1)
+def _spread(x, like):
+    """[rows] to the shape of `like` [rows, columns]."""
+    return lax.broadcast_in_dim(x, like.shape, (0,))
 
 
-def _combine_blocks(maxima, sums, leaves: int, blocks: int):
-    """[leaves * blocks, rows] block statistics to [leaves, rows]."""
-    rows = maxima.shape[1]
+def _scale(logits, inverse_temperature):
+    """The rounded product: it must not melt into a later subtraction, since decoding stores it."""
+    return lax.optimization_barrier(logits * _spread(inverse_temperature, logits))
+
+
+def _block_stats(z, threshold, width):
+    """Statistics of the first `width` columns of a [64, BLOCK] tile."""
+    column = plgpu.broadcasted_iota(jnp.int32, z.shape, 1, layout=plgpu.Layout.WGMMA)
+    z = jnp.where(column < width, z, -jnp.inf)
+    maximum = jnp.max(z, axis=1)
+    e = jnp.exp(z - _spread(maximum, z))
+    kept = jnp.where(z >= _spread(threshold, z), e, 0.0)
+    return Statistics(maximum, jnp.sum(e, axis=1), jnp.sum(kept, axis=1))
+
+
+def _pick_column(z, column):
+    """z[r, column[r]], or zero if the column is negative: a sum of one value and zeros."""
+    index = plgpu.broadcasted_iota(jnp.int32, z.shape, 1, layout=plgpu.Layout.WGMMA)
+    return jnp.sum(jnp.where(_spread(column, z) == index, z, 0.0), axis=1)
+
+
+def _combine_blocks(stats: Statistics, m: int, leaves: int, blocks: int) -> Statistics:
+    """[leaves * blocks, rows] of blocks to [leaves, m] of leaves."""
+    rows = stats.maximum.shape[1]
     padded = rows + -rows % _LINE
+    unroll = 8
 
-    def body(maxima_gmem, sums_gmem, maximum_gmem, total_gmem):
+    def body(maxima_gmem, totals_gmem, kept_gmem, *outs):
         leaf, span = lax.axis_index("leaf"), pl.ds(lax.axis_index("row") * _LINE, _LINE)
 
         def over_blocks(step, value):
-            unroll = 8
-            whole = blocks // unroll * unroll
-
             def several(i, value):
                 for j in range(unroll):
                     value = step(leaf * blocks + i * unroll + j, value)
                 return value
 
             value = lax.fori_loop(0, blocks // unroll, several, value)
-            for j in range(whole, blocks):
+            for j in range(blocks // unroll * unroll, blocks):
                 value = step(leaf * blocks + j, value)
             return value
 
-        top = over_blocks(
-            lambda b, top: jnp.maximum(top, maxima_gmem[b, span]),
-            jnp.full((_LINE,), -jnp.inf, jnp.float32),
-        )
-        total = over_blocks(
-            lambda b, total: total + sums_gmem[b, span] * jnp.exp(maxima_gmem[b, span] - top),
-            jnp.zeros((_LINE,), jnp.float32),
-        )
-        maximum_gmem[leaf, span], total_gmem[leaf, span] = top, total
+        def add(b, sums):
+            shrink = jnp.exp(maxima_gmem[b, span] - top)
+            return sums[0] + totals_gmem[b, span] * shrink, sums[1] + kept_gmem[b, span] * shrink
 
-    shape = jax.ShapeDtypeStruct((leaves, padded), jnp.float32)
+        zero = jnp.zeros((_LINE,), jnp.float32)
+        top = over_blocks(lambda b, top: jnp.maximum(top, maxima_gmem[b, span]), zero - jnp.inf)
+        for ref, value in zip(outs, (top, *over_blocks(add, (zero, zero))), strict=True):
+            ref[leaf, span] = value
+
     extra = ((0, 0), (0, padded - rows))
-    return plgpu.kernel(
+    outs = plgpu.kernel(
         body,
-        out_type=[shape, shape],
+        out_type=[jax.ShapeDtypeStruct((leaves, padded), jnp.float32)] * 3,
         grid=(leaves, padded // _LINE),
         grid_names=("leaf", "row"),
         kernel_name="combine_blocks",
-    )(jnp.pad(maxima, extra), jnp.pad(sums, extra))
+    )(*(jnp.pad(x, extra) for x in stats))
+    return Statistics(*(out[:, :m] for out in outs))

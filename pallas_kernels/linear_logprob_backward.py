@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.linear_logprob import logit_gradient
+from pallas_kernels.linear_logprob import Logprobs, logit_gradient
 from pallas_kernels.matmul import matmul
 from pallas_kernels.matmul_core import leaf_tree
 
@@ -13,13 +13,16 @@ def linear_logprob_backward(
     hidden: jax.Array,
     lm_head: jax.Array,
     targets: jax.Array,
-    lse: jax.Array,
+    inverse_temperature: jax.Array,
+    threshold: jax.Array,
+    logprobs: Logprobs,
     grad: jax.Array,
+    grad_kept: jax.Array,
     *,
     leaves: int = 1,
     batch_leaves: int = 1,
 ) -> tuple[jax.Array, jax.Array]:
-    """Gradients of sum(grad * log-probability of the target).
+    """Gradients of sum(grad * full log-probability + grad_kept * kept log-probability).
 
     A leaf's logit gradient, [M, V / leaves] bfloat16, is the only large intermediate. The hidden
     gradient sums a leaf's columns upwards and leaves in a balanced binary tree, so a rank that owns
@@ -30,10 +33,11 @@ def linear_logprob_backward(
       hidden: [M, K] bfloat16.
       lm_head: [K, V] bfloat16, the columns of this rank's leaves.
       targets: [M] int32, columns of `lm_head`, or outside [0, V).
-      lse: [M] float32, log-sum-exp over the whole vocabulary.
-      grad: [M] float32, gradient of the row's log-probability.
+      inverse_temperature, threshold: [M] float32.
+      logprobs: what `combine_leaves` gave over the whole vocabulary.
+      grad, grad_kept: [M] float32.
       leaves: vocabulary leaves of this rank, a power of two.
-      batch_leaves: equal parts of the rows, a power of two; parts of a multiple of 64 rows.
+      batch_leaves: equal parts of the rows, a power of two.
 
     Returns:
       (hidden gradient [M, K], lm_head gradient [K, V]), both float32.
@@ -43,16 +47,30 @@ def linear_logprob_backward(
     """
     width = lm_head.shape[1] // leaves
     index = iter(range(leaves))
-    d_columns = []
+    d_head = jnp.zeros(lm_head.shape, jnp.float32)
 
     def leaf():
+        nonlocal d_head, hidden
         first = next(index) * width
         columns = lax.slice_in_dim(lm_head, first, first + width, axis=1)
-        d_logits = logit_gradient(hidden, columns, targets - first, lse, grad)
-        d_columns.append(
-            matmul(hidden, d_logits, transpose_a=True, leaves=batch_leaves, out_dtype=jnp.float32)
+        d_logits = logit_gradient(
+            hidden,
+            columns,
+            targets - first,
+            inverse_temperature,
+            threshold,
+            logprobs,
+            grad,
+            grad_kept,
         )
-        return matmul(d_logits, columns, transpose_b=True, out_dtype=jnp.float32)
+        d_columns = matmul(
+            hidden, d_logits, transpose_a=True, leaves=batch_leaves, out_dtype=jnp.float32
+        )
+        d_head = lax.dynamic_update_slice_in_dim(d_head, d_columns, first, axis=1)
+        d_hidden = matmul(d_logits, columns, transpose_b=True, out_dtype=jnp.float32)
+        # One leaf after the other: the large intermediate must not exist twice.
+        hidden, d_head, d_hidden = lax.optimization_barrier((hidden, d_head, d_hidden))
+        return d_hidden
 
     d_hidden = leaf_tree(leaf, leaves)
-    return d_hidden, jnp.concatenate(d_columns, axis=1)
+    return d_hidden, d_head

@@ -27,8 +27,8 @@ from pallas_kernels.tuning import MatmulTile, matmul_tile
 
 
 def matmul(
-    a: jax.Array,
-    b: jax.Array,
+    a: jax.Array | tuple[jax.Array, ...],
+    b: jax.Array | tuple[jax.Array, ...],
     *,
     leaves: int = 1,
     transpose_a: bool = False,
@@ -39,9 +39,11 @@ def matmul(
     """Product with the summation order of the module's docstring.
 
     Args:
-      a: [M, K] bfloat16, or [K, M] with `transpose_a`.
-      b: [K, N] bfloat16, or [N, K] with `transpose_b`.
-      leaves: equal parts of K that are summed apart and combined in a binary tree.
+      a: [M, K] bfloat16, or [K, M] with `transpose_a`; or a tuple of them with the same M and any
+        K_i, whose products are summed: leaf l takes its part of K_0, then of K_1, ... (the input
+        gradient of several linear maps of one input).
+      b: [K, N] bfloat16, or [N, K] with `transpose_b`; a tuple beside a tuple of `a`.
+      leaves: equal parts of K (of every K_i) that are summed apart and combined in a binary tree.
       transpose_a, transpose_b: how the operands lie in memory.
       out_dtype: float32, or bfloat16 (one rounding of the float32 sum).
       tile: tile choice; by default the tuning table's. It does not change the result.
@@ -50,23 +52,34 @@ def matmul(
       [M, N] of `out_dtype`.
 
     Raises:
-      ValueError: for other dtypes, mismatched shapes, or leaves that are not a power of two of
-        whole 64-wide steps of K.
+      ValueError: for other dtypes, mismatched shapes, or leaves that are not a power of two or do
+        not divide K.
     """
-    if a.dtype != jnp.bfloat16 or b.dtype != jnp.bfloat16:
-        raise ValueError(f"operands must be bfloat16, not {a.dtype} and {b.dtype}")
-    m, k = a.shape[::-1] if transpose_a else a.shape
-    k_b, n = b.shape[::-1] if transpose_b else b.shape
-    if k != k_b:
-        raise ValueError(
-            f"contractions differ: {a.shape} and {b.shape}, {transpose_a=} {transpose_b=}"
-        )
-    core.check_leaves(k, leaves)
+    lhs, rhs = (a, b) if isinstance(a, tuple) else ((a,), (b,))
+    m, n = lhs[0].shape[transpose_a], rhs[0].shape[not transpose_b]
+    contractions = []
+    for x, y in zip(lhs, rhs, strict=True):
+        if x.dtype != jnp.bfloat16 or y.dtype != jnp.bfloat16:
+            raise ValueError(f"operands must be bfloat16, not {x.dtype} and {y.dtype}")
+        k = x.shape[not transpose_a]
+        if (x.shape[transpose_a], y.shape[not transpose_b], y.shape[transpose_b]) != (m, n, k):
+            raise ValueError(
+                f"{x.shape} and {y.shape} do not make [{m}, {n}] ({transpose_a=}, {transpose_b=})"
+            )
+        core.check_leaves(k, leaves)
+        contractions.append(k)
     if tile is None:
-        tile = matmul_tile(m, k, n, leaves, out_dtype)
-    a, b = core.whole_lines(a), core.whole_lines(b)
+        tile = matmul_tile(m, sum(contractions), n, leaves, out_dtype)
+    lhs, rhs = (
+        tuple(core.whole_lines(core.whole_leaves(x, axis, leaves)) for x in xs)
+        for xs, axis in ((lhs, int(not transpose_a)), (rhs, int(transpose_b)))
+    )
     padded_m, padded_n = core.whole_rows(m), n + -n % 8
-    lhs, rhs, rows, cols = (b, a, padded_n, padded_m) if tile.swap else (a, b, padded_m, padded_n)
+    transpose_lhs, transpose_rhs = transpose_a, transpose_b
+    rows, cols = padded_m, padded_n
+    if tile.swap:
+        lhs, rhs, rows, cols = rhs, lhs, cols, rows
+        transpose_lhs, transpose_rhs = not transpose_b, not transpose_a
 
     def epilogue(acc, row, col_tile, wg, _, outs, smem):
         core.store_tile(
@@ -82,7 +95,7 @@ def matmul(
         lhs,
         rhs,
         (),
-        contraction=k,
+        contractions=contractions,
         rows=rows,
         col_tiles=pl.cdiv(cols, tile.cols),
         col_of=lambda c: c * tile.cols,
@@ -92,7 +105,7 @@ def matmul(
         smem={"out": core.store_buffer(tile, out_dtype)},
         name="matmul",
         leaves=leaves,
-        lhs_transposed=not transpose_b if tile.swap else transpose_a,
-        rhs_transposed=not transpose_a if tile.swap else transpose_b,
+        lhs_transposed=transpose_lhs,
+        rhs_transposed=transpose_rhs,
     )
     return out if out.shape == (m, n) else out[:m, :n]

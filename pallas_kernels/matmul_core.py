@@ -163,8 +163,8 @@ class Holds:
     """Where the waiting sums of `leaf_tree` lie: small ones in registers, then shared memory, L2.
 
     A tile of 64 x 128 leaves registers for one waiting sum beside its accumulator, and shared
-    memory for another beside the ring. A greater half waits once a tile: writing it to device memory adds
-    a few percent to the traffic that the ring has anyway.
+    memory for another beside the ring. A greater half waits once a tile: writing it to device
+    memory adds a few percent to the traffic that the ring has anyway.
     """
 
     tile: MatmulTile
@@ -202,14 +202,25 @@ class Holds:
 
 
 def check_leaves(contraction: int, leaves: int) -> None:
-    """Raises ValueError unless `contraction` splits into a power of two of whole-stage leaves."""
+    """Raises ValueError unless `contraction` splits into `leaves` equal parts, a power of two."""
     if leaves < 1 or leaves & (leaves - 1):
         raise ValueError(f"the number of leaves must be a power of two, not {leaves}")
-    if leaves > 1 and contraction % (leaves * TILE_K):
-        raise ValueError(
-            f"a contraction of {contraction} does not split into {leaves} leaves of a multiple of "
-            f"{TILE_K}"
-        )
+    if contraction % leaves:
+        raise ValueError(f"a contraction of {contraction} does not split into {leaves} leaves")
+
+
+def whole_leaves(x: jax.Array, axis: int, leaves: int) -> jax.Array:
+    """`x` [rows, cols] with zeros behind every leaf of `axis`, up to whole ring stages.
+
+    A copy, but only for leaves that are no multiple of a stage: narrow ones.
+    """
+    width = x.shape[axis] // leaves
+    if leaves == 1 or width % TILE_K == 0:
+        return x
+    shape = (*x.shape[:axis], leaves, width, *x.shape[axis + 1 :])
+    extra = [(0, -width % TILE_K if i == axis + 1 else 0) for i in range(3)]
+    x = jnp.pad(x.reshape(shape), extra)
+    return x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :])
 
 
 def whole_rows(rows: int) -> int:

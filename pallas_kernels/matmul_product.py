@@ -4,6 +4,7 @@ It speaks in the roles of `wgmma`: lhs [R, K] by rhs [K, C], tiles of R (the sid
 side of 8). Who is M and who is N, and what becomes of a tile, is the caller's business.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 
 import jax
@@ -17,11 +18,11 @@ from pallas_kernels.tuning import MatmulTile
 
 
 def product(
-    lhs: jax.Array,
-    rhs: jax.Array,
+    lhs: Sequence[jax.Array],
+    rhs: Sequence[jax.Array],
     extras: Sequence[jax.Array],
     *,
-    contraction: int,
+    contractions: Sequence[int],
     rows: int,
     col_tiles: int,
     col_of: Callable[[jax.Array], jax.Array],
@@ -34,13 +35,13 @@ def product(
     lhs_transposed: bool = False,
     rhs_transposed: bool = False,
 ) -> Sequence[jax.Array]:
-    """Run `epilogue` on every tile of lhs rhs.
+    """Run `epilogue` on every tile of the sum over i of lhs[i] rhs[i].
 
     Args:
-      lhs: [R, K] bfloat16, or [K, R] if `lhs_transposed`.
-      rhs: [K, C] bfloat16, or [C, K] if `rhs_transposed`.
+      lhs: arrays [R, K_i] bfloat16, or [K_i, R] if `lhs_transposed`.
+      rhs: arrays [K_i, C] bfloat16, or [C, K_i] if `rhs_transposed`.
       extras: further operands, handed to the epilogue as references.
-      contraction: K.
+      contractions: the K_i.
       rows: R.
       col_tiles: number of tiles along C; tile c starts at column `col_of(c)`.
       tile: the tile choice.
@@ -49,7 +50,8 @@ def product(
       out_type: the outputs.
       smem: shared memory allocations for the epilogue.
       name: the kernel's name.
-      leaves: parts of K that are summed apart and combined in a binary tree.
+      leaves: parts of every K_i that are summed apart and combined in a binary tree; leaf l sums
+        its part of K_0, then that of K_1, and so on, in one accumulator.
 
     Returns:
       The outputs.
@@ -57,11 +59,13 @@ def product(
     cta_rows = tile.rows * tile.warpgroups
     row_tiles = pl.cdiv(rows, cta_rows)
     tiles = row_tiles * col_tiles
-    leaf_steps = pl.cdiv(contraction, leaves * core.TILE_K)
+    phase_steps = [pl.cdiv(k // leaves, core.TILE_K) for k in contractions]
+    phases = len(phase_steps)
     holds = core.Holds.of(leaves, tile)
     ctas = min(core.sm_count(), tiles)
 
-    def body(lhs_gmem, rhs_gmem, *refs, smem):
+    def body(*refs, smem):
+        lhs_gmem, rhs_gmem, refs = refs[:phases], refs[phases : 2 * phases], refs[2 * phases :]
         extra_gmem, refs = refs[: len(extras)], refs[len(extras) :]
         out_gmem, scratch = refs[: len(out_type)], refs[len(out_type) :]
         ring = core.Ring(tile.stages, smem["full"], smem["empty"])
@@ -85,16 +89,23 @@ def product(
             def load(row, col_tile, step):
                 row_span, col_span = pl.ds(row, cta_rows), pl.ds(col_of(col_tile), tile.cols)
 
-                def issue(i, slot, barrier):
-                    ks = pl.ds(i * core.TILE_K, core.TILE_K)
+                def issue(i, slot, barrier, leaf, phase):
+                    first = leaf * phase_steps[phase]
+                    ks = pl.ds((first + i) * core.TILE_K, core.TILE_K)
                     for gmem, stage, span, k_major in (
-                        (lhs_gmem, smem["lhs"], row_span, lhs_transposed),
-                        (rhs_gmem, smem["rhs"], col_span, not rhs_transposed),
+                        (lhs_gmem[phase], smem["lhs"], row_span, lhs_transposed),
+                        (rhs_gmem[phase], smem["rhs"], col_span, not rhs_transposed),
                     ):
                         src = gmem.at[ks, span] if k_major else gmem.at[span, ks]
                         plgpu.copy_gmem_to_smem(src, stage.at[slot], barrier)
 
-                return ring.produce(step, leaf_steps * leaves, issue)
+                def load_leaf(leaf, step):
+                    for phase, steps in enumerate(phase_steps):
+                        fill = functools.partial(issue, leaf=leaf, phase=phase)
+                        step = ring.produce(step, steps, fill)
+                    return step
+
+                return lax.fori_loop(0, leaves, load_leaf, step)
 
             ring.drain(for_each_tile(load))
 
@@ -113,7 +124,7 @@ def product(
                 def leaf():
                     nonlocal step
                     (value,), step = ring.consume(
-                        step, leaf_steps, ((tile.rows, tile.cols),), multiply
+                        step, sum(phase_steps), ((tile.rows, tile.cols),), multiply
                     )
                     return value
 
@@ -136,7 +147,7 @@ def product(
         ctas=ctas,
         warpgroups=tile.warpgroups,
         name=name,
-    )(lhs, rhs, *extras)
+    )(*lhs, *rhs, *extras)
     return outs[: len(out_type)]
 
 
