@@ -12,6 +12,8 @@ one rank, so no mesh axis cuts these contractions and they have no leaves. Rows 
 neither read into a result nor written.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -55,9 +57,7 @@ def grouped_matmul(
     n = ws[0].shape[1] if transpose_w else ws[0].shape[2]
     if tile is None:
         tile = grouped_matmul_tile(xs[0].shape[0], ws[0].shape[0], xs[0].shape[1], n)
-    (out,) = _grouped(
-        xs, ws, starts, sizes, n, 1, transpose_w, (out_dtype,), lambda accs: accs, tile
-    )
+    (out,) = _grouped(xs, ws, starts, sizes, n, 1, transpose_w, out_dtype, 1, None, tile)
     return out
 
 
@@ -68,23 +68,18 @@ def grouped_swiglu(
     starts: jax.Array,
     sizes: jax.Array,
     *,
-    save: bool = False,
     tile: MatmulTile | None = None,
-) -> jax.Array | tuple[jax.Array, jax.Array, jax.Array]:
-    """silu(x gate_g) * (x up_g) of every row, both products in one pass over x.
-
-    The products are rounded to bfloat16 before the activation, so that a backward pass can start
-    from the rounded values; the activation is float32 and its result is rounded to bfloat16.
+) -> jax.Array:
+    """silu(x gate_g) * (x up_g) of every row: both products in one pass over x, rounded once.
 
     Args:
       x: [R, K] bfloat16, rows sorted by group.
       gate, up: [G, K, N] bfloat16.
       starts, sizes: [G] int32, as in `grouped_matmul`.
-      save: also return the two rounded products.
       tile: tile choice; it does not change the result. Its columns (rows if swapped) hold one half.
 
     Returns:
-      hidden [R, N] bfloat16; with `save`, (hidden, gate product, up product), each [R, N] bfloat16.
+      [R, N] bfloat16; rows outside every group are left as they were allocated.
 
     Raises:
       ValueError: for other dtypes, mismatched shapes, or K that is not a multiple of 64.
@@ -94,14 +89,74 @@ def grouped_swiglu(
     if tile is None:
         tile = grouped_swiglu_tile(x.shape[0], gate.shape[0], x.shape[1], n)
 
-    def epilogue(accs):
-        g, u = (acc.astype(jnp.bfloat16).astype(jnp.float32) for acc in accs)
-        hidden = g / (1.0 + jnp.exp(-g)) * u
-        return (hidden, g, u) if save else (hidden,)
+    def epilogue(products, *_):
+        g, u = products
+        return (g * _sigmoid(g) * u,)
 
-    dtypes = (jnp.bfloat16,) * (3 if save else 1)
-    outs = _grouped((x,), (gate, up), starts, sizes, n, 2, False, dtypes, epilogue, tile)
-    return outs if save else outs[0]
+    (hidden,) = _grouped(
+        (x,), (gate, up), starts, sizes, n, 2, False, jnp.bfloat16, 1, epilogue, tile
+    )
+    return hidden
+
+
+def grouped_swiglu_backward(
+    x: jax.Array,
+    gate: jax.Array,
+    up: jax.Array,
+    down: jax.Array,
+    dy: jax.Array,
+    starts: jax.Array,
+    sizes: jax.Array,
+    *,
+    tile: MatmulTile | None = None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Through y = swiglu(x) down: gradients of both products; x gate and x up are recomputed.
+
+    Args:
+      x: [R, K] bfloat16, rows sorted by group.
+      gate, up: [G, K, N] bfloat16.
+      down: [G, N, H] bfloat16.
+      dy: [R, H] bfloat16.
+      starts, sizes: [G] int32, as in `grouped_matmul`.
+      tile: tile choice of the recomputation, not a swapped one; it does not change the result.
+
+    Returns:
+      (gradient of x gate, gradient of x up, hidden), each [R, N] bfloat16, rounded once; rows
+      outside every group are left as they were allocated.
+
+    Raises:
+      ValueError: for other dtypes, mismatched shapes, or K, N or H that is not a multiple of 64.
+    """
+    _check((x, x), (gate, up), False)
+    _check((dy,), (down,), True)
+    rows, n = x.shape[0], gate.shape[2]
+    tile = tile or MatmulTile(rows=64, cols=64 if n % 128 else 128)
+    if n % tile.cols or tile.swap:
+        raise ValueError(f"{n} columns are not whole tiles of {tile}, or it is swapped")
+    # The last tile reads whole chunks of it, beyond the last row.
+    d_hidden = _grouped(
+        *((dy,), (down,), starts, sizes, n, 1, True, jnp.float32, 1, None),
+        grouped_matmul_tile(rows, gate.shape[0], dy.shape[1], n),
+        out_rows=rows + tile.rows * tile.warpgroups,
+    )
+
+    def epilogue(products, row, col, extras):
+        g, u = products
+        place = extras[0].at[pl.ds(row, g.shape[0]), pl.ds(col, g.shape[1])]
+        dh = plgpu.load(place, layout=plgpu.Layout.WGMMA, optimized=False)
+        s = _sigmoid(g)
+        return dh * u * (s * (1.0 + g * (1.0 - s))), dh * (g * s), g * s * u
+
+    return tuple(
+        _grouped(
+            *((x,), (gate, up), starts, sizes, n, 2, False, jnp.bfloat16, 3, epilogue, tile),
+            extras=d_hidden,
+        )
+    )
+
+
+def _sigmoid(x: jax.Array) -> jax.Array:
+    return 1.0 / (1.0 + jnp.exp(-x))
 
 
 def _check(xs, ws, transpose_w):
@@ -148,10 +203,27 @@ def row_tiles(
     return jnp.stack([group, starts[group] + before, count]).astype(jnp.int32), last[-1:]
 
 
-def _grouped(xs, ws, starts, sizes, n, products, transpose_w, out_dtypes, epilogue, tile):
+def _grouped(
+    xs,
+    ws,
+    starts,
+    sizes,
+    n,
+    products,
+    transpose_w,
+    out_dtype,
+    results,
+    epilogue,
+    tile,
+    *,
+    out_rows=None,
+    extras=(),
+):
     """`products` products at once, or one over several contractions, with a common epilogue.
 
-    products == 1: sum over i of xs[i] ws[i]; products == len(ws): xs[0] times every ws[i].
+    products == 1: sum over i of xs[i] ws[i]; products == len(ws): xs[0] times every ws[i]. The
+    epilogue is `core.store_tile`'s, with `extras` as a last argument if there are any; it makes
+    `results` outputs of `out_rows` rows.
     """
     rows = xs[0].shape[0]
     spans = tile.rows * tile.warpgroups
@@ -166,7 +238,8 @@ def _grouped(xs, ws, starts, sizes, n, products, transpose_w, out_dtypes, epilog
 
     def body(*refs, smem):
         x_gmem, refs = refs[:phases], refs[phases:]
-        w_gmem, (table_gmem, count_gmem, *out_gmem) = refs[: len(ws)], refs[len(ws) :]
+        w_gmem, (table_gmem, count_gmem, *refs) = refs[: len(ws)], refs[len(ws) :]
+        extra_gmem, out_gmem = refs[: len(extras)], refs[len(extras) :]
         ring = core.Ring(tile.stages, smem["full"], smem["empty"])
         wg = lax.axis_index("wg")
         cta = lax.axis_index("cta")
@@ -242,16 +315,19 @@ def _grouped(xs, ws, starts, sizes, n, products, transpose_w, out_dtypes, epilog
                     accs, _ = ring.consume(
                         step, steps, ((tile.rows, tile.cols),) * products, multiply
                     )
-                    for out, dtype, value in zip(out_gmem, out_dtypes, epilogue(accs), strict=True):
-                        core.store_tile(
-                            value.astype(dtype),
-                            smem["out"].at[wg],
-                            out,
-                            row,
-                            col,
-                            transposed=tile.swap,
-                            valid=valid,
-                        )
+                    core.store_tile(
+                        accs,
+                        smem["out"].at[wg],
+                        out_gmem,
+                        row,
+                        col,
+                        dtype=out_dtype,
+                        transposed=tile.swap,
+                        valid=valid,
+                        epilogue=(
+                            functools.partial(epilogue, extras=extra_gmem) if extras else epilogue
+                        ),
+                    )
 
                 @pl.when(valid <= 0)
                 def _nothing():
@@ -271,14 +347,14 @@ def _grouped(xs, ws, starts, sizes, n, products, transpose_w, out_dtypes, epilog
     smem = {
         "lhs": stages["w" if tile.swap else "x"],
         "rhs": stages["x" if tile.swap else "w"],
-        "out": core.store_buffer(tile, out_dtypes[0], ragged=True),
+        "out": core.store_buffer(tile, out_dtype, ragged=True),
         **core.Ring.barriers(tile.stages, copies=1 + products, consumers=tile.warpgroups),
     }
     return core.launch(
         body,
-        [jax.ShapeDtypeStruct((rows, n), dtype) for dtype in out_dtypes],
+        [jax.ShapeDtypeStruct((out_rows or rows, n), out_dtype)] * results,
         smem,
         ctas=ctas,
         warpgroups=tile.warpgroups,
         name="grouped_matmul",
-    )(*xs, *ws, table, count)
+    )(*xs, *ws, table, count, *extras)

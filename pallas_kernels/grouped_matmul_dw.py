@@ -143,11 +143,12 @@ def grouped_matmul_dw(
 
                 acc = core.leaf_tree(leaf, leaves, holds.refs(smem, scratch, cta, wg))
                 core.store_tile(
-                    acc.astype(out_dtype),
+                    (acc,),
                     smem["out"].at[wg],
-                    dw_gmem.at[group],
+                    (dw_gmem.at[group],),
                     row + wg * tile.rows,
                     col,
+                    dtype=out_dtype,
                     transposed=False,
                 )
                 return step

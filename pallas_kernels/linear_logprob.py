@@ -36,7 +36,7 @@ _ROW_LAYOUT = plgpu.Layout.WGMMA.reduce(1)
 
 
 class Statistics(NamedTuple):
-    """Softmax statistics, all float32: maximum, sum of exp(z - maximum), the kept set's part of it."""
+    """Softmax statistics, float32: maximum, sum of exp(z - maximum), the kept set's part of it."""
 
     maximum: jax.Array
     total: jax.Array
@@ -179,7 +179,7 @@ def logits_stats(z: jax.Array, threshold: jax.Array, *, leaves: int = 1) -> Stat
 
 
 class Logprobs(NamedTuple):
-    """Of a row, over the whole vocabulary and over the kept set: log-probability and log-sum-exp."""
+    """Of a row: log-probability and log-sum-exp, over the vocabulary and over the kept set."""
 
     full: jax.Array
     kept: jax.Array
@@ -282,11 +282,12 @@ def logit_gradient(
         p_kept = jnp.where(z >= _spread(threshold, z), p_kept, 0.0)
         d = _spread(grad, z) * (hit - p) + _spread(grad_kept, z) * (hit - p_kept)
         core.store_tile(
-            (d * _spread(inverse, z)).astype(jnp.bfloat16),
+            (d * _spread(inverse, z),),
             smem["out"].at[wg],
-            outs[0],
+            outs,
             row,
             col_tile * tile.cols,
+            dtype=jnp.bfloat16,
             transposed=False,
         )
 

@@ -83,11 +83,12 @@ def matmul(
 
     def epilogue(acc, row, col_tile, wg, _, outs, smem):
         core.store_tile(
-            acc.astype(out_dtype),
+            (acc,),
             smem["out"].at[wg],
-            outs[0],
+            outs,
             row,
             col_tile * tile.cols,
+            dtype=out_dtype,
             transposed=tile.swap,
         )
 

@@ -292,29 +292,46 @@ def store_buffer(tile: MatmulTile, dtype: jax.typing.DTypeLike, ragged: bool = F
     return swizzled(shape, dtype, rows=1 if ragged else 8)
 
 
-def store_tile(value, buffer, out_gmem, row, col, *, transposed: bool, valid=None) -> None:
+def store_tile(
+    accs, buffer, outs, row, col, *, dtype, transposed: bool, valid=None, epilogue=None
+) -> None:
     """Write a warpgroup's tile to out[row:, col:], or to out[col:, row:] transposed.
 
-    Chunks go through shared memory to TMA, which drops what lies outside `out`. The copies still
-    run on return: the next call, or the end of the kernel, waits for them. With `valid` only that
-    many rows of `out` are written; the buffer must then be a ragged one.
+    Args:
+      accs: tuple of float32 tiles of one shape.
+      buffer: what `store_buffer` allocated, for this warpgroup.
+      outs: device memory references, one a result.
+      row, col: place of the tile's first element, in the tile's own orientation.
+      dtype: of all results.
+      transposed: whether `outs` are transposed to the tile.
+      valid: if given, only that many rows of the outs are written; the buffer must be a ragged one.
+      epilogue: `epilogue(chunks, row, col)` makes the results of one chunk of the tiles; by default
+        they are the tiles themselves.
+
+    Chunks go through shared memory to TMA, which drops what lies outside an out. The copies still
+    run on return: the next call, or the end of the kernel, waits for them.
     """
-    rows, cols = value.shape
-    r, c = _chunk(rows, cols, value.dtype, transposed)
+    rows, cols = accs[0].shape
+    r, c = _chunk(rows, cols, jnp.dtype(dtype), transposed)
     slots = buffer.shape[0]
-    places = [(i, j) for i in range(0, rows, r) for j in range(0, cols, c)]
-    for place, (i, j) in enumerate(places):
-        slot = buffer.at[place % slots]
-        plgpu.wait_smem_to_gmem(slots - 1, wait_read_only=True)
-        chunk = value[i : i + r, j : j + c]
-        if transposed:
-            slot.T[...] = plgpu.layout_cast(chunk, plgpu.Layout.WGMMA_TRANSPOSED)
-            out_row, out_col, before = col + j, row + i, j
-        else:
-            slot[...] = chunk
-            out_row, out_col, before = row + i, col + j, i
-        plgpu.commit_smem()
-        _copy_rows(slot, out_gmem, out_row, out_col, None if valid is None else valid - before)
+    turn = 0
+    for i in range(0, rows, r):
+        for j in range(0, cols, c):
+            values = tuple(acc[i : i + r, j : j + c] for acc in accs)
+            if epilogue is not None:
+                values = epilogue(values, row + i, col + j)
+            for out, value in zip(outs, values, strict=True):
+                slot = buffer.at[turn % slots]
+                turn += 1
+                plgpu.wait_smem_to_gmem(slots - 1, wait_read_only=True)
+                value = value.astype(dtype)
+                if transposed:
+                    slot.T[...] = plgpu.layout_cast(value, plgpu.Layout.WGMMA_TRANSPOSED)
+                else:
+                    slot[...] = value
+                plgpu.commit_smem()
+                place, before = ((col + j, row + i), j) if transposed else ((row + i, col + j), i)
+                _copy_rows(slot, out, *place, None if valid is None else valid - before)
 
 
 def _copy_rows(slot, out_gmem, row, col, count) -> None:
