@@ -25,11 +25,44 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.mosaic.gpu import profiler
 
-from pallas_kernels.grouped_matmul import aligned_starts, grouped_matmul, grouped_swiglu
+from pallas_kernels.grouped_matmul import (
+    aligned_starts,
+    grouped_matmul,
+    grouped_swiglu,
+    grouped_swiglu_backward,
+)
 from pallas_kernels.grouped_matmul_dw import grouped_matmul_dw
-from pallas_kernels.linear_logprob import combine_leaves, linear_logprob_stats, logits_stats
+from pallas_kernels.linear_logprob import (
+    Logprobs,
+    Statistics,
+    combine_leaves,
+    linear_logprob_stats,
+    logits_stats,
+)
 from pallas_kernels.linear_logprob_backward import linear_logprob_backward
 from pallas_kernels.matmul import matmul
+from pallas_kernels.matmul_core import Holds
+from pallas_kernels.rows_convolution import convolution, convolution_backward
+from pallas_kernels.rows_elementwise import (
+    add,
+    gated_add,
+    gated_add_backward,
+    sigmoid_gate,
+    swiglu,
+    swiglu_backward,
+)
+from pallas_kernels.rows_embedding import embedding_gradient
+from pallas_kernels.rows_norm import (
+    gated_rms_norm,
+    gated_rms_norm_backward,
+    l2_norm,
+    rms_norm,
+    rms_norm_backward,
+)
+from pallas_kernels.rows_rotary import rotary
+from pallas_kernels.rows_routing import combine_slots, combine_slots_backward
+from pallas_kernels.rows_softmax import softmax, softmax_chosen
+from pallas_kernels.rows_token_sum import token_sum
 from pallas_kernels.tuning import MatmulTile, matmul_tile
 
 BF16, F32 = jnp.bfloat16, jnp.float32
@@ -117,49 +150,51 @@ def compare(
 
 
 TILES = {
-    "64x256": MatmulTile(rows=64, cols=256),
-    "64x256 band4": MatmulTile(rows=64, cols=256, band=4),
+    "64x256 cols band8": MatmulTile(rows=64, cols=256),
     "64x256 rows band8": MatmulTile(rows=64, cols=256, minor=0),
     "64x256 rows band16": MatmulTile(rows=64, cols=256, minor=0, band=16),
-    "128x128": MatmulTile(rows=128, cols=128),
-    "128x128 rows band8": MatmulTile(rows=128, cols=128, minor=0),
-    "64x128": MatmulTile(rows=64, cols=128, stages=6),
-    "64x192": MatmulTile(rows=64, cols=192),
-    "swap 64x256": MatmulTile(rows=64, cols=256, swap=True),
+    "64x256 rows band20": MatmulTile(rows=64, cols=256, minor=0, band=20),
+    "64x256 s3 slots4": MatmulTile(rows=64, cols=256, stages=3, slots=4, minor=0, band=16),
+    "64x192 slots3": MatmulTile(rows=64, cols=192, slots=3, minor=0, band=16),
+    "128x128 rows band16": MatmulTile(rows=128, cols=128, minor=0, band=16),
 }
 LEAF_TILES = {
-    "64x128 hold8": MatmulTile(rows=64, cols=128),
-    "64x128 hold8 rows": MatmulTile(rows=64, cols=128, minor=0),
-    "64x128 hold4": MatmulTile(rows=64, cols=128, hold_from=4),
-    "64x128 regs": MatmulTile(rows=64, cols=128, hold_from=16),
-    "64x128 stages3": MatmulTile(rows=64, cols=128, stages=3),
+    "64x128 cols band8": MatmulTile(rows=64, cols=128),
+    "64x128 rows band8": MatmulTile(rows=64, cols=128, minor=0),
+    "64x128 rows band16": MatmulTile(rows=64, cols=128, minor=0, band=16),
+    "64x128 s3 slots4": MatmulTile(rows=64, cols=128, stages=3, slots=4, minor=0),
+    "128x64 rows band8": MatmulTile(rows=128, cols=64, minor=0),
+    "64x64 s6": MatmulTile(rows=64, cols=64, stages=6, minor=0),
 }
 
 
 def small_tiles(m: int) -> dict[str, MatmulTile]:
     cols = m + -m % 8
     tiles = {}
-    if cols <= 256:
-        for groups, stages in ((1, 8), (2, 6), (1, 4)):
-            tiles[f"swap 64x{cols} wg{groups} s{stages}"] = MatmulTile(
-                rows=64, cols=cols, warpgroups=groups, stages=stages, swap=True
+    if cols <= 64:
+        for stages in (8, 12, 16, 20):
+            tiles[f"swap 64x{cols} wg1 s{stages}"] = MatmulTile(
+                rows=64, cols=cols, warpgroups=1, stages=stages, swap=True
             )
-    if cols > 64:
-        tiles["swap 64x64 wg2"] = MatmulTile(rows=64, cols=64, warpgroups=2, stages=6, swap=True)
-        tiles["swap 64x128 wg2"] = MatmulTile(rows=64, cols=128, warpgroups=2, stages=5, swap=True)
-        tiles["swap 64x128 wg1"] = MatmulTile(rows=64, cols=128, warpgroups=1, stages=6, swap=True)
-        tiles["64x128 wg2"] = MatmulTile(rows=64, cols=128, stages=5)
-        tiles["64x128 wg1"] = MatmulTile(rows=64, cols=128, warpgroups=1, stages=6)
-        tiles["64x64 wg1"] = MatmulTile(rows=64, cols=64, warpgroups=1, stages=8)
+    else:
+        tiles["swap 64x64 wg1 s12"] = MatmulTile(64, 64, warpgroups=1, stages=12, swap=True)
+        tiles["swap 64x128 wg1 s8"] = MatmulTile(64, 128, warpgroups=1, stages=8, swap=True)
+        tiles["swap 64x256 wg1 s4"] = MatmulTile(64, 256, warpgroups=1, stages=4, swap=True)
+        tiles["64x128 wg1 s8"] = MatmulTile(64, 128, warpgroups=1, stages=8)
+        tiles["64x128 wg2 s6"] = MatmulTile(64, 128, stages=6)
+        tiles["64x64 wg1 s12"] = MatmulTile(64, 64, warpgroups=1, stages=12)
+        tiles["64x256 wg2"] = MatmulTile(64, 256)
     return tiles
 
 
-def fitting(tiles, leaves):
+def fitting(tiles: dict[str, MatmulTile], leaves: int) -> dict[str, MatmulTile]:
+    """The tiles whose shared memory a block can have."""
+
     def fits(t):
-        stage = (t.rows * t.warpgroups + t.cols) * 128 * t.stages
-        hold = t.warpgroups * t.rows * t.cols * 4 if leaves >= t.hold_from else 0
-        out = t.warpgroups * 2 * (t.cols * 256 if t.swap else 64 * 128)
-        return stage + hold + out <= 226 * 1024
+        stages = (t.rows * t.warpgroups + t.cols) * 128 * t.stages
+        hold = t.warpgroups * t.rows * t.cols * 4 * Holds.of(leaves, t).in_smem
+        out = t.warpgroups * t.slots * (t.cols * 256 if t.swap else 64 * 128)
+        return stages + hold + out <= 226 * 1024
 
     return {name: t for name, t in tiles.items() if fits(t)}
 
@@ -238,16 +273,18 @@ def bench_grouped(full: bool) -> None:
         (
             81920,
             {
-                "64 wg2": (MatmulTile(64, 256), MatmulTile(64, 128)),
-                "64 wg2 s3": (MatmulTile(64, 256, stages=3), MatmulTile(64, 128, stages=3)),
-                "64 wg2 half": (MatmulTile(64, 128, stages=6), MatmulTile(64, 64, stages=5)),
-                "128 wg1": (
-                    MatmulTile(128, 128, warpgroups=1, stages=5),
-                    MatmulTile(64, 128, warpgroups=1, stages=5),
+                "64 wg2 s4": (MatmulTile(64, 256), MatmulTile(64, 128)),
+                "64 wg2 s3 slots4": (
+                    MatmulTile(64, 256, stages=3, slots=4),
+                    MatmulTile(64, 128, stages=3, slots=2),
                 ),
                 "swap 64x128": (
                     MatmulTile(64, 128, stages=5, swap=True),
                     MatmulTile(64, 128, stages=4, swap=True),
+                ),
+                "swap 64x64": (
+                    MatmulTile(64, 64, stages=8, swap=True),
+                    MatmulTile(64, 64, stages=5, swap=True),
                 ),
             },
         ),
@@ -257,14 +294,6 @@ def bench_grouped(full: bool) -> None:
                 "swap 64x32": (
                     MatmulTile(64, 32, stages=6, swap=True),
                     MatmulTile(64, 32, stages=5, swap=True),
-                ),
-                "swap 64x16": (
-                    MatmulTile(64, 16, stages=6, swap=True),
-                    MatmulTile(64, 16, stages=5, swap=True),
-                ),
-                "swap 64x16 wg1": (
-                    MatmulTile(64, 16, warpgroups=1, stages=12, swap=True),
-                    MatmulTile(64, 16, warpgroups=1, stages=10, swap=True),
                 ),
             },
         ),
@@ -282,15 +311,9 @@ def bench_grouped(full: bool) -> None:
         def keep(out, kept=kept):
             return jnp.where(kept, out[0] if isinstance(out, (tuple, list)) else out, 0)
 
-        (first_tile,) = list(tiles)[:1]
         functions = {
             name: lambda x, g, u, st, sz, t=t: grouped_swiglu(x, g, u, st, sz, tile=t[1])
             for name, t in tiles.items()
-        }
-        functions |= {
-            first_tile + " save": lambda x, g, u, st, sz, t=tiles[first_tile]: grouped_swiglu(
-                x, g, u, st, sz, tile=t[1], save=True
-            )
         }
         compare(
             f"experts gate+up {rows}",
@@ -342,13 +365,36 @@ def bench_grouped(full: bool) -> None:
         compare(
             f"experts dw {rows} 2048x512",
             {
-                "64x256": lambda x, h, st, sz: grouped_matmul_dw(x, h, st, sz),
-                "64x128": lambda x, h, st, sz: grouped_matmul_dw(
+                "64x128 s6": lambda x, h, st, sz: grouped_matmul_dw(
                     x, h, st, sz, tile=MatmulTile(64, 128, stages=6)
                 ),
-                "bf16 out": lambda x, h, st, sz: grouped_matmul_dw(x, h, st, sz, out_dtype=BF16),
+                "64x128 s4 slots4": lambda x, h, st, sz: grouped_matmul_dw(
+                    x, h, st, sz, tile=MatmulTile(64, 128, slots=4)
+                ),
+                "64x256 s3 slots4": lambda x, h, st, sz: grouped_matmul_dw(
+                    x, h, st, sz, tile=MatmulTile(64, 256, stages=3, slots=4)
+                ),
+                "bf16 out": lambda x, h, st, sz: grouped_matmul_dw(
+                    x, h, st, sz, out_dtype=BF16, tile=MatmulTile(64, 128, slots=4)
+                ),
             },
             (x, h, starts, sizes),
+            flops=2.0 * rows * hidden * inner,
+        )
+        dy = normal(9, capacity, hidden)
+        compare(
+            f"experts swiglu backward {rows}",
+            {"dhidden and recompute": grouped_swiglu_backward},
+            (x, gate, up, down, dy, starts, sizes),
+            flops=6.0 * rows * hidden * inner,
+            first=keep,
+        )
+        leaves = expert_sizes(rows, groups * 8, 5)
+        wide = rows + 8 * groups * 8
+        compare(
+            f"experts dw {rows} 2048x512, 8 leaves",
+            {"64x128": lambda x, h, st, sz: grouped_matmul_dw(x, h, st, sz, leaves=8)},
+            (normal(10, wide, hidden), normal(11, wide, inner), aligned_starts(leaves), leaves),
             flops=2.0 * rows * hidden * inner,
         )
 
@@ -363,36 +409,44 @@ def bench_logprob(full: bool) -> None:
 
     tiles = {
         "rows band16": MatmulTile(64, 256, minor=0, band=16),
-        "rows band8": MatmulTile(64, 256, minor=0, band=8),
-        "cols band8": MatmulTile(64, 256, minor=1, band=8),
+        "rows band20": MatmulTile(64, 256, minor=0, band=20),
     }
 
-    def forward(hidden, head, targets, tile=None):
-        maximum, total, logit = linear_logprob_stats(
-            hidden, head, targets, leaves=leaves, tile=tile
-        )
-        return logit - combine_leaves(maximum, total)
+    one, all_kept = jnp.ones((m,), F32), jnp.full((m,), -jnp.inf)
 
-    def backward(hidden, head, targets, lse, grad):
-        return linear_logprob_backward(hidden, head, targets, lse, grad, leaves=leaves)
+    def forward(hidden, head, targets, tile=None):
+        stats, logit = linear_logprob_stats(
+            hidden, head, targets, one, all_kept, leaves=leaves, tile=tile
+        )
+        return combine_leaves(stats, logit)
+
+    def backward(hidden, head, targets, logprobs, grad):
+        rows = one, all_kept, logprobs, grad, grad
+        return linear_logprob_backward(hidden, head, targets, *rows, leaves=leaves)
+
+    def kernel_logits(x, head):
+        return matmul(x, head, out_dtype=F32)
 
     def decode(x, head):
-        logits = matmul(x, head, out_dtype=F32)
-        return logits, combine_leaves(*logits_stats(logits, leaves=leaves))
+        z = kernel_logits(x, head) * one[: x.shape[0], None]
+        stats = logits_stats(z, all_kept[: x.shape[0]], leaves=leaves)
+        return z, combine_leaves(stats, z[:, 0])
 
     def logits_only(x, head):
         return jnp.dot(x, head, preferred_element_type=F32)
 
-    lse, grad = jnp.full((m,), 12.0, F32), jax.random.normal(jax.random.key(5), (m,))
+    logprobs = Logprobs(*(jnp.full((m,), 12.0, F32),) * 4)
+    grad = jax.random.normal(jax.random.key(5), (m,))
     call = (hidden, head, targets)
     cases = [("logprob", "xla dot", dot, call)]
     for name, tile in tiles.items():
         cases.append(("logprob forward", name, functools.partial(forward, tile=tile), call))
-    cases.append(("logprob backward", "3 products", backward, (*call, lse, grad)))
+    cases.append(("logprob backward", "3 products", backward, (*call, logprobs, grad)))
     for rows in (1, 64, 256):
         x = hidden[:rows]
         cases.append((f"logprob decode M={rows}", "xla logits", logits_only, (x, head)))
-        cases.append((f"logprob decode M={rows}", "logits and lse", decode, (x, head)))
+        cases.append((f"logprob decode M={rows}", "logits", kernel_logits, (x, head)))
+        cases.append((f"logprob decode M={rows}", "logits, statistics", decode, (x, head)))
     compiled = compile_all([case[2:] for case in cases])
     base = None
     for (case, name, _, arguments), function in zip(cases, compiled, strict=True):
@@ -407,7 +461,7 @@ def bench_logprob(full: bool) -> None:
         if case == "logprob forward":
             logits = logits_only(hidden[:256], head)
             exact = jax.nn.log_softmax(logits)[jnp.arange(256), targets[:256]]
-            report(case, name, max_error=float(jnp.abs(out[:256] - exact).max()))
+            report(case, name, max_error=float(jnp.abs(out.full[:256] - exact).max()))
 
 
 class Checks:
@@ -560,50 +614,170 @@ def exact_logprob(full: bool) -> None:
     k, v, leaves, most = 2048, 248320, 8, 1000
     hidden, head = normal(1, most, k), normal(2, k, v) * jnp.asarray(0.02, BF16)
     targets = jax.random.randint(jax.random.key(3), (most,), 0, v)
-    maximum, total, logit = jax.jit(functools.partial(linear_logprob_stats, leaves=leaves))(
-        hidden, head, targets
-    )
-    lse = jax.jit(combine_leaves)(maximum, total)
+    inverse = jax.random.uniform(jax.random.key(4), (most,), F32, 0.7, 1.5)
+    threshold = jax.random.normal(jax.random.key(5), (most,))
+    rows = hidden, targets, inverse, threshold
+
+    def train(x, targets, inverse, threshold, head, tile=None):
+        stats, logit = linear_logprob_stats(
+            x, head, targets, inverse, threshold, leaves=leaves, tile=tile
+        )
+        return *stats, logit, *combine_leaves(stats, logit)
+
+    def decode(x, targets, inverse, threshold, head):
+        z = matmul(x, head, out_dtype=F32) * inverse[:, None]
+        stats = logits_stats(z, threshold, leaves=leaves)
+        logit = z[jnp.arange(x.shape[0]), targets]
+        return *stats, logit, *combine_leaves(stats, logit)
+
+    def on_ranks(x, targets, inverse, threshold, head, ranks):
+        per = leaves // ranks
+        width = v // ranks
+        pieces = [
+            linear_logprob_stats(
+                x,
+                head[:, i * width : (i + 1) * width],
+                targets - i * width,
+                inverse,
+                threshold,
+                leaves=per,
+            )
+            for i in range(ranks)
+        ]
+        stats = Statistics(*map(jnp.concatenate, zip(*(p[0] for p in pieces), strict=True)))
+        logit = functools.reduce(jnp.maximum, [p[1] for p in pieces])
+        return *stats, logit, *combine_leaves(stats, logit)
+
+    whole = jax.jit(train)(*rows, head)
     checks = Checks()
 
-    def same(*expected):
-        return lambda got: all(same_bits(a, b) for a, b in zip(got, expected, strict=True))
-
-    def decode(x, head, targets):
-        logits = matmul(x, head, out_dtype=F32)
-        stats = logits_stats(logits, leaves=leaves)
-        return logits[jnp.arange(x.shape[0]), targets], *stats, combine_leaves(*stats)
+    def same(m):
+        return lambda got: all(same_bits(a, b[..., :m]) for a, b in zip(got, whole, strict=True))
 
     for m in (1, 16, 100):
-        expected = logit[:m], maximum[:, :m], total[:, :m], lse[:m]
-        checks.add(
-            f"logprob decode M={m}", decode, (hidden[:m], head, targets[:m]), same(*expected)
-        )
-    width = v // 8
+        checks.add(f"logprob decode M={m}", decode, (*(x[:m] for x in rows), head), same(m))
     for ranks in (2, 8):
-        per = 8 // ranks
-
-        def on_ranks(hidden, head, targets, ranks=ranks, per=per):
-            pieces = [
-                linear_logprob_stats(
-                    hidden,
-                    head[:, i * per * width : (i + 1) * per * width],
-                    targets - i * per * width,
-                    leaves=per,
-                )
-                for i in range(ranks)
-            ]
-            maximum, total = (jnp.concatenate([p[j] for p in pieces]) for j in range(2))
-            return maximum, total, sum(p[2] for p in pieces)
-
-        arguments = hidden[:300], head, targets[:300]
-        expected = maximum[:, :300], total[:, :300], logit[:300]
-        checks.add(f"logprob on {ranks} ranks", on_ranks, arguments, same(*expected))
-    one = functools.partial(
-        linear_logprob_stats, leaves=leaves, tile=MatmulTile(64, 256, warpgroups=1)
-    )
-    checks.add("logprob wg1", one, (hidden, head, targets), same(maximum, total, logit))
+        split = functools.partial(on_ranks, ranks=ranks)
+        checks.add(f"logprob {ranks} ranks", split, (*(x[:300] for x in rows), head), same(300))
+    one = functools.partial(train, tile=MatmulTile(64, 256, warpgroups=1))
+    checks.add("logprob wg1", one, (*rows, head), same(most))
     checks.run()
+
+
+def exact_rows(full: bool) -> None:
+    """A row op's row does not depend on how many rows there are, or on where it lies."""
+    most, width = 1003, 2048
+    x, g, w = normal(1, most, width), normal(2, most, width), normal(3, width)
+    gate, table = normal(4, most), jax.random.normal(jax.random.key(5), (2, most, 32))
+    narrow = jax.random.normal(jax.random.key(6), (most, 256))
+    norm = dict(epsilon=1e-6, zero_centered=True)
+    ops = {
+        "rms_norm": (lambda x: rms_norm(x, w, **norm), (x,)),
+        "rms_norm_backward": (lambda x, g: rms_norm_backward(x, w, g, **norm), (x, g)),
+        "gated_rms_norm": (lambda x, g: gated_rms_norm(x, g, w, epsilon=1e-6), (x, g)),
+        "l2_norm": (functools.partial(l2_norm, epsilon=1e-6), (x,)),
+        "swiglu": (swiglu, (x, g)),
+        "swiglu_backward": (lambda x, g: swiglu_backward(x, g, x), (x, g)),
+        "sigmoid_gate": (sigmoid_gate, (x, g)),
+        "gated_add": (gated_add, (x, g, gate)),
+        "gated_add_backward": (lambda g, gate, x: gated_add_backward(g, gate, x), (g, gate, x)),
+        "softmax": (softmax, (narrow,)),
+        "softmax_chosen": (softmax_chosen, (narrow[:, :8],)),
+        "rotary": (
+            lambda x, c, s: rotary(x.reshape(-1, 8, 256), c, s),
+            (x, jnp.cos(table[0]), jnp.sin(table[1])),
+        ),
+    }
+    checks = Checks()
+    order = jax.random.permutation(jax.random.key(7), most)
+    for name, (function, arguments) in ops.items():
+        whole = jax.tree.leaves(jax.jit(function)(*arguments))
+
+        def same(index, whole=whole):
+            return lambda got: all(
+                same_bits(a, b[index]) for a, b in zip(jax.tree.leaves(got), whole, strict=True)
+            )
+
+        for m in (1, 5, 64):
+            checks.add(f"{name} M={m}", function, tuple(a[:m] for a in arguments), same(slice(m)))
+        checks.add(f"{name} permuted", function, tuple(a[order] for a in arguments), same(order))
+    checks.run()
+
+
+def bench_rows(full: bool) -> None:
+    """Memory-bound ops at 10240 rows of the 35B model, beside a copy of the same size."""
+    t, h = 10240, 2048
+    x, g, d, w = normal(1, t, h), normal(2, t, h), normal(3, t, h), normal(4, h)
+    heads, hg, hw = normal(5, t * 32, 128), normal(6, t * 32, 128), normal(7, 128)
+    q, table = normal(8, t, 16, 256), jax.random.normal(jax.random.key(9), (t, 32))
+    channels, taps = normal(10, t, 8192), normal(11, 8192, 4)
+    source = jnp.arange(t)[:, None] - jnp.arange(3, -1, -1)
+    source = jnp.where(source < 0, -1, source).astype(jnp.int32)
+    follower = jnp.arange(t)[:, None] + jnp.arange(3, -1, -1)
+    follower = jnp.where(follower >= t, -1, follower).astype(jnp.int32)
+    state = normal(12, 768, 8192)
+    terms = jax.random.normal(jax.random.key(13), (t, h))
+    y = normal(14, t * 8, h)
+    place = jax.random.permutation(jax.random.key(15), t * 8).reshape(t, 8).astype(jnp.int32)
+    weights = jax.random.uniform(jax.random.key(16), (t, 8))
+    tokens = jax.random.randint(jax.random.key(17), (t,), 0, 248320)
+    norm = dict(epsilon=1e-6, zero_centered=True)
+    # name, function, arguments, elements of 2 bytes that must move
+    norm_of_heads = functools.partial(rms_norm, w=w[:256], **norm)
+    gated = functools.partial(gated_rms_norm, w=hw, epsilon=1e-6)
+    gated_backward = functools.partial(gated_rms_norm_backward, w=hw, epsilon=1e-6)
+
+    def conv_backward(c):
+        return convolution_backward(c, taps, source, follower, c, 8)
+
+    def combine_backward(y):
+        return combine_slots_backward(y, place, weights, x)
+
+    cases = [
+        ("copy", lambda c: c[::-1], (channels,), 2 * channels.size),
+        ("rms_norm", lambda x: rms_norm(x, w, **norm), (x,), 2 * x.size),
+        ("rms_norm_backward", lambda x, d: rms_norm_backward(x, w, d, **norm), (x, d), 5 * x.size),
+        ("rms_norm of heads", norm_of_heads, (q.reshape(-1, 256),), 2 * q.size),
+        ("gated_rms_norm", gated, (heads, hg), 3 * heads.size),
+        (
+            "gated_rms_norm_backward",
+            lambda a, b: gated_backward(a, b, dy=a),
+            (heads, hg),
+            6 * heads.size,
+        ),
+        ("l2_norm", functools.partial(l2_norm, epsilon=1e-6), (heads,), 2 * heads.size),
+        ("add", add, (x, g), 3 * x.size),
+        ("swiglu", swiglu, (x, g), 3 * x.size),
+        ("swiglu_backward", swiglu_backward, (x, g, d), 5 * x.size),
+        ("sigmoid_gate", sigmoid_gate, (heads, hg), 3 * heads.size),
+        ("gated_add", lambda x, g: gated_add(x, g, x[:, 0]), (x, g), 3 * x.size),
+        ("rotary", lambda q: rotary(q, table, table), (q,), 2 * q.size),
+        (
+            "convolution",
+            lambda c: convolution(c, taps, state, source),
+            (channels,),
+            2 * channels.size,
+        ),
+        ("convolution_backward", conv_backward, (channels,), 8 * channels.size),
+        ("token_sum", lambda a: token_sum(a, 8), (terms,), 2 * terms.size),
+        ("combine_slots", lambda y: combine_slots(y, place, weights), (y,), 9 * x.size),
+        ("combine_slots_backward", combine_backward, (y,), 18 * x.size),
+        ("softmax_chosen", softmax_chosen, (weights,), 4 * weights.size),
+        (
+            "embedding_gradient",
+            lambda d: embedding_gradient(tokens, d, 248320, 8),
+            (d,),
+            248320 * h * 2,
+        ),
+    ]
+    compiled = compile_all([(function, arguments) for _, function, arguments, _ in cases])
+    for (name, _, arguments, elements), function in zip(cases, compiled, strict=True):
+        if isinstance(function, Exception):
+            report("rows", name, failed=f"{type(function).__name__}: {str(function)[:200]}")
+            continue
+        with exclusive():
+            ms, _ = time_ms(function, arguments, 5)
+        report("rows", name, ms=ms, tb_s=2.0 * elements / ms / 1e9)
 
 
 PARTS = {
@@ -611,9 +785,11 @@ PARTS = {
     "decode": bench_decode,
     "grouped": bench_grouped,
     "logprob": bench_logprob,
+    "rows": bench_rows,
     "exact_matmul": exact_matmul,
     "exact_grouped": exact_grouped,
     "exact_logprob": exact_logprob,
+    "exact_rows": exact_rows,
 }
 
 

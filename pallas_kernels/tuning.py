@@ -37,11 +37,15 @@ class MatmulTile:
 def matmul_tile(m: int, k: int, n: int, leaves: int, out_dtype: jax.typing.DTypeLike) -> MatmulTile:
     """The tile for an [m, k] by [k, n] product in `leaves` leaves."""
     del k, out_dtype
-    if m <= 128:
-        return MatmulTile(rows=64, cols=max(8, m + -m % 8), warpgroups=1, stages=8, swap=True)
-    if leaves > 1 or n <= 128:
-        return MatmulTile(rows=64, cols=128)
-    return MatmulTile(rows=64, cols=256)
+    if m <= 64:
+        cols = max(8, m + -m % 8)
+        stages = min(20, 200 * 1024 // ((64 + cols) * 128))
+        return MatmulTile(rows=64, cols=cols, warpgroups=1, stages=stages, swap=True)
+    if m <= 512 or n <= 64:
+        return MatmulTile(rows=64, cols=128, warpgroups=1, stages=8, swap=m <= 128)
+    if leaves > 1:
+        return MatmulTile(rows=64, cols=128, minor=0)
+    return MatmulTile(rows=64, cols=256, minor=0, band=16)
 
 
 def grouped_matmul_tile(rows: int, groups: int, k: int, n: int) -> MatmulTile:
@@ -57,14 +61,12 @@ def grouped_swiglu_tile(rows: int, groups: int, k: int, n: int) -> MatmulTile:
     del k, n
     if rows <= 32 * groups:
         return MatmulTile(rows=64, cols=32, stages=5, swap=True)
-    return MatmulTile(rows=64, cols=128)
+    return MatmulTile(rows=64, cols=128, swap=True)
 
 
 def grouped_dw_tile(leaves: int) -> MatmulTile:
     """The tile of `grouped_matmul_dw`."""
-    if leaves > 1:
-        return MatmulTile(rows=64, cols=128)
-    return MatmulTile(rows=64, cols=256)
+    return MatmulTile(rows=64, cols=128, slots=2 if leaves > 4 else 4)
 
 
 def logprob_tile() -> MatmulTile:
