@@ -2,7 +2,7 @@
 
     python experiments/bench_kernels.py matmul decode grouped logprob exact_matmul [--full]
 
-Times are medians of CUPTI kernel times (sums over the kernels of one call). A call cycles through
+Times are medians of CUPTI kernel times (sums over the kernels of one call). Calls cycle through
 several copies of the weights where they would otherwise stay in the L2 cache. `--full` tries a list
 of tiles instead of the tuning table's; the `exact_*` parts check that tiles change no bit.
 """
@@ -105,10 +105,28 @@ def compile_all(calls: Sequence[tuple[Callable, tuple]]) -> list:
         return list(pool.map(build, calls))
 
 
-def time_ms(compiled, arguments, iterations: int, share: int = 1) -> tuple[float, jax.Array]:
-    out, times = profiler.measure(compiled, iterations=iterations)(*arguments)
-    times = times if isinstance(times, list) else [times]
-    return statistics.median(times) / share, out
+def time_ms(compiled: Callable, calls: Sequence[tuple], iterations: int):
+    """Median over calls of the summed kernel times of one, in ms, and the first call's result.
+
+    Args:
+      compiled: a compiled function.
+      calls: arguments to cycle through, so that what one call read does not lie in L2 for the next.
+      iterations: rounds over `calls`.
+    """
+    jax.block_until_ready([compiled(*arguments) for arguments in calls])
+    cupti = profiler.mosaic_gpu_lib._mosaic_gpu_ext
+    cupti._cupti_init()
+    first = None
+    try:
+        for _ in range(iterations):
+            for arguments in calls:
+                out = jax.block_until_ready(compiled(*arguments))
+                first = out if first is None else first
+    finally:
+        times = [ms for _, ms in cupti._cupti_get_timings(True)]
+    kernels = len(times) // (iterations * len(calls))
+    sums = [sum(times[i : i + kernels]) for i in range(0, len(times), kernels)]
+    return statistics.median(sums), first
 
 
 def report(case: str, name: str, **values) -> None:
@@ -120,11 +138,9 @@ def report(case: str, name: str, **values) -> None:
     print(f"{case:34s} {name:22s} {text}", flush=True)
 
 
-def compare(
-    case, functions, arguments, *, flops=0.0, nbytes=0.0, iterations=8, share=1, first=None
-):
-    """Time `functions` (the first is the peer) on the same arguments, and compare their results."""
-    compiled = compile_all([(function, arguments) for function in functions.values()])
+def compare(case, functions, *calls, flops=0.0, nbytes=0.0, iterations=8, first=None):
+    """Time `functions`, the first being the peer, on the same calls, and compare their results."""
+    compiled = compile_all([(function, calls[0]) for function in functions.values()])
     reference = peer = None
     for name, function in zip(functions, compiled, strict=True):
         if isinstance(function, Exception):
@@ -132,7 +148,7 @@ def compare(
             continue
         try:
             with exclusive():
-                ms, out = time_ms(function, arguments, iterations, share)
+                ms, out = time_ms(function, calls, iterations)
         except Exception as failure:
             report(case, name, failed=f"{type(failure).__name__}: {str(failure)[:200]}")
             continue
@@ -238,25 +254,14 @@ def bench_decode(full: bool) -> None:
         for m in (1, 16, 64, 256):
             x = normal(99, m, k)
 
-            def peer(x, w):
-                return [jnp.dot(x, b) for b in w]
-
             tiles = fitting(small_tiles(m), leaves)
             if not full:
                 tiles = {"table": matmul_tile(m, k, n, leaves, BF16)}
-            functions = {"xla dot": peer}
+            functions = {"xla dot": jnp.dot}
             for name, tile in tiles.items():
-                functions[name] = lambda x, w, tile=tile, leaves=leaves: [
-                    matmul(x, b, leaves=leaves, tile=tile) for b in w
-                ]
-            compare(
-                f"decode {m}x{n}x{k} G{leaves}",
-                functions,
-                (x, w),
-                nbytes=2.0 * k * n,
-                iterations=3,
-                share=copies,
-            )
+                functions[name] = functools.partial(matmul, leaves=leaves, tile=tile)
+            case = f"decode {m}x{n}x{k} G{leaves}"
+            compare(case, functions, *((x, b) for b in w), nbytes=2.0 * k * n, iterations=3)
 
 
 def expert_sizes(rows: int, groups: int, seed: int) -> jax.Array:
@@ -454,7 +459,7 @@ def bench_logprob(full: bool) -> None:
             report(case, name, failed=f"{type(function).__name__}: {str(function)[:200]}")
             continue
         with exclusive():
-            ms, out = time_ms(function, arguments, 2)
+            ms, out = time_ms(function, [arguments], 2)
         base = base or ms
         memory = function.memory_analysis().temp_size_in_bytes / 2**30
         report(case, name, ms=ms, dots=ms / base, temp_gib=memory)
@@ -776,7 +781,7 @@ def bench_rows(full: bool) -> None:
             report("rows", name, failed=f"{type(function).__name__}: {str(function)[:200]}")
             continue
         with exclusive():
-            ms, _ = time_ms(function, arguments, 5)
+            ms, _ = time_ms(function, [arguments], 5)
         report("rows", name, ms=ms, tb_s=2.0 * elements / ms / 1e9)
 
 
