@@ -166,41 +166,41 @@ def compare(case, functions, *calls, flops=0.0, nbytes=0.0, iterations=8, first=
 
 
 TILES = {
-    "64x256 cols band8": MatmulTile(rows=64, cols=256),
     "64x256 rows band8": MatmulTile(rows=64, cols=256, minor=0),
     "64x256 rows band16": MatmulTile(rows=64, cols=256, minor=0, band=16),
-    "64x256 rows band20": MatmulTile(rows=64, cols=256, minor=0, band=20),
-    "64x256 s3 slots4": MatmulTile(rows=64, cols=256, stages=3, slots=4, minor=0, band=16),
-    "64x192 slots3": MatmulTile(rows=64, cols=192, slots=3, minor=0, band=16),
+    "64x192 rows band16": MatmulTile(rows=64, cols=192, slots=3, minor=0, band=16),
     "128x128 rows band16": MatmulTile(rows=128, cols=128, minor=0, band=16),
 }
 LEAF_TILES = {
-    "64x128 cols band8": MatmulTile(rows=64, cols=128),
-    "64x128 rows band8": MatmulTile(rows=64, cols=128, minor=0),
-    "64x128 rows band16": MatmulTile(rows=64, cols=128, minor=0, band=16),
-    "64x128 s3 slots4": MatmulTile(rows=64, cols=128, stages=3, slots=4, minor=0),
-    "128x64 rows band8": MatmulTile(rows=128, cols=64, minor=0),
-    "64x64 s6": MatmulTile(rows=64, cols=64, stages=6, minor=0),
+    "64x128 s6 cols band8": MatmulTile(rows=64, cols=128, stages=6),
+    "64x128 s6 rows band8": MatmulTile(rows=64, cols=128, stages=6, minor=0),
+    "64x128 s6 rows band20": MatmulTile(rows=64, cols=128, stages=6, minor=0, band=20),
+    "64x128 s4 smem": MatmulTile(rows=64, cols=128, smem_holds=1),
+    "64x192 s4": MatmulTile(rows=64, cols=192, stages=4, minor=0),
 }
 
 
-def small_tiles(m: int) -> dict[str, MatmulTile]:
+def small_tiles(m: int, leaves: int) -> dict[str, MatmulTile]:
     cols = m + -m % 8
     tiles = {}
     if cols <= 64:
-        for stages in (8, 12, 16, 20):
-            tiles[f"swap 64x{cols} wg1 s{stages}"] = MatmulTile(
-                rows=64, cols=cols, warpgroups=1, stages=stages, swap=True
+        for stages in (8, 16):
+            tiles[f"swap 64x{cols} s{stages}"] = MatmulTile(
+                rows=64, cols=cols, warpgroups=1, stages=stages, swap=True, smem_holds=1
             )
-    else:
-        tiles["swap 64x64 wg1 s12"] = MatmulTile(64, 64, warpgroups=1, stages=12, swap=True)
-        tiles["swap 64x128 wg1 s8"] = MatmulTile(64, 128, warpgroups=1, stages=8, swap=True)
-        tiles["swap 64x256 wg1 s4"] = MatmulTile(64, 256, warpgroups=1, stages=4, swap=True)
-        tiles["64x128 wg1 s8"] = MatmulTile(64, 128, warpgroups=1, stages=8)
-        tiles["64x128 wg2 s6"] = MatmulTile(64, 128, stages=6)
-        tiles["64x64 wg1 s12"] = MatmulTile(64, 64, warpgroups=1, stages=12)
-        tiles["64x256 wg2"] = MatmulTile(64, 256)
-    return tiles
+        for groups in (2, 4):
+            tiles[f"swap 64x{cols} s12 groups{groups}"] = MatmulTile(
+                rows=64, cols=cols, warpgroups=1, stages=12, swap=True, leaf_groups=groups
+            )
+        return {n: t for n, t in tiles.items() if leaves % t.leaf_groups == 0}
+    return {
+        "64x128 wg1 s8": MatmulTile(64, 128, warpgroups=1, stages=8),
+        "64x64 wg1 s12": MatmulTile(64, 64, warpgroups=1, stages=12),
+        "64x256 wg2": MatmulTile(64, 256),
+        "64x128 wg2": MatmulTile(64, 128, stages=6),
+        "swap 64x256 wg1": MatmulTile(64, 256, warpgroups=1, slots=1, swap=True),
+        "swap 64x256 wg2": MatmulTile(64, 256, stages=3, slots=1, swap=True),
+    }
 
 
 def fitting(tiles: dict[str, MatmulTile], leaves: int) -> dict[str, MatmulTile]:
@@ -208,9 +208,9 @@ def fitting(tiles: dict[str, MatmulTile], leaves: int) -> dict[str, MatmulTile]:
 
     def fits(t):
         stages = (t.rows * t.warpgroups + t.cols) * 128 * t.stages
-        hold = t.warpgroups * t.rows * t.cols * 4 * Holds.of(leaves, t).in_smem
+        holds = t.warpgroups * Holds.of(leaves, t).in_smem + t.leaf_groups - 1
         out = t.warpgroups * t.slots * (t.cols * 256 if t.swap else 64 * 128)
-        return stages + hold + out <= 226 * 1024
+        return stages + t.rows * t.cols * 4 * holds + out <= 226 * 1024
 
     return {name: t for name, t in tiles.items() if fits(t)}
 
@@ -254,7 +254,7 @@ def bench_decode(full: bool) -> None:
         for m in (1, 16, 64, 256):
             x = normal(99, m, k)
 
-            tiles = fitting(small_tiles(m), leaves)
+            tiles = fitting(small_tiles(m, leaves), leaves)
             if not full:
                 tiles = {"table": matmul_tile(m, k, n, leaves, BF16)}
             functions = {"xla dot": jnp.dot}
@@ -413,8 +413,9 @@ def bench_logprob(full: bool) -> None:
         return jnp.dot(hidden, head)  # stores [M, V] bfloat16: the product alone
 
     tiles = {
-        "rows band16": MatmulTile(64, 256, minor=0, band=16),
+        "rows band8": MatmulTile(64, 256, minor=0, band=8),
         "rows band20": MatmulTile(64, 256, minor=0, band=20),
+        "rows band80": MatmulTile(64, 256, minor=0, band=80),
     }
 
     one, all_kept = jnp.ones((m,), F32), jnp.full((m,), -jnp.inf)
@@ -459,7 +460,7 @@ def bench_logprob(full: bool) -> None:
             report(case, name, failed=f"{type(function).__name__}: {str(function)[:200]}")
             continue
         with exclusive():
-            ms, out = time_ms(function, [arguments], 2)
+            ms, out = time_ms(function, [arguments], 3)
         base = base or ms
         memory = function.memory_analysis().temp_size_in_bytes / 2**30
         report(case, name, ms=ms, dots=ms / base, temp_gib=memory)
@@ -511,7 +512,7 @@ def exact_matmul(full: bool) -> None:
         checks.add(f"matmul G{leaves} bf16 M=16", bf16, (x[:16], w), whole[:16].astype(BF16))
         for m, tiles in [
             (1000, TILES if leaves == 1 else LEAF_TILES),
-            *((m, small_tiles(m)) for m in (1, 64, 256)),
+            *((m, small_tiles(m, leaves)) for m in (1, 64, 256)),
         ]:
             for name, tile in fitting(tiles, leaves).items():
                 tiled = functools.partial(product, tile=tile)

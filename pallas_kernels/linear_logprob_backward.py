@@ -66,10 +66,10 @@ def linear_logprob_backward(
         d_columns = matmul(
             hidden, d_logits, transpose_a=True, leaves=batch_leaves, out_dtype=jnp.float32
         )
-        d_head = lax.dynamic_update_slice_in_dim(d_head, d_columns, first, axis=1)
         d_hidden = matmul(d_logits, columns, transpose_b=True, out_dtype=jnp.float32)
         # One leaf after the other: the large intermediate must not exist twice.
-        hidden, d_head, d_hidden = lax.optimization_barrier((hidden, d_head, d_hidden))
+        hidden, d_columns, d_hidden = lax.optimization_barrier((hidden, d_columns, d_hidden))
+        d_head = lax.dynamic_update_slice_in_dim(d_head, d_columns, first, axis=1)
         return d_hidden
 
     d_hidden = leaf_tree(leaf, leaves)

@@ -63,7 +63,7 @@ class Ring:
     def slot(self, step: jax.Array) -> jax.Array:
         return lax.rem(step, jnp.int32(self.stages))
 
-    def produce(self, step: jax.Array, steps: int, issue: Callable) -> jax.Array:
+    def produce(self, step: jax.Array, steps: int | jax.Array, issue: Callable) -> jax.Array:
         """Fill `steps` stages: `issue(k, slot, barrier)` starts the copies of the k-th of them."""
 
         def fill(k, step):
@@ -99,13 +99,19 @@ class Ring:
         lax.fori_loop(0, steps, body, None)
 
     def consume(
-        self, step: jax.Array, steps: int, accumulators, multiply: Callable
+        self,
+        step: jax.Array,
+        steps: int | jax.Array,
+        accumulators,
+        multiply: Callable,
+        stride: int = 1,
     ) -> tuple[tuple[jax.Array, ...], jax.Array]:
-        """Accumulate `steps` stages from zero.
+        """Accumulate `steps` stages from zero: `step`, `step + stride`, ...
 
         Args:
-          step: stages consumed so far.
+          step: the first stage.
           steps: stages of this accumulation, at least one.
+          stride: distance of its stages; the others between are other warpgroups'.
           accumulators: shapes (rows, columns) of the float32 accumulators.
           multiply: `multiply(k, slot, *accumulator_refs)` issues the `wgmma` of the k-th stage.
 
@@ -123,13 +129,13 @@ class Ring:
                 issue(k, step)
                 # All but the newest groups are done, so the stage before this one may be refilled.
                 plgpu.wgmma_wait(len(refs))
-                plgpu.barrier_arrive(self.empty.at[self.slot(step - 1)])
-                return step + 1
+                plgpu.barrier_arrive(self.empty.at[self.slot(step - stride)])
+                return step + stride
 
             issue(jnp.int32(0), step)
-            last = lax.fori_loop(1, steps, body, step + 1)
+            last = lax.fori_loop(1, steps, body, step + stride)
             values = tuple(ref[...] for ref in refs)
-            plgpu.barrier_arrive(self.empty.at[self.slot(last - 1)])
+            plgpu.barrier_arrive(self.empty.at[self.slot(last - stride)])
             return (*values, last)
 
         *values, step = pl.run_scoped(scope, *(plgpu.ACC(shape) for shape in accumulators))
@@ -155,16 +161,16 @@ def leaf_tree(leaf: Callable[[], jax.Array], leaves: int, holds: Sequence = ()) 
     return plgpu.load(hold, layout=plgpu.Layout.WGMMA, optimized=False) + right
 
 
-ACCUMULATOR_REGISTERS = 160  # what a thread can spare for float32 tiles beside everything else
+REGISTERS = 64  # of a thread, for small tiles that all wait in registers; a large one waits alone
 
 
 @dataclasses.dataclass(frozen=True)
 class Holds:
     """Where the waiting sums of `leaf_tree` lie: small ones in registers, then shared memory, L2.
 
-    A tile of 64 x 128 leaves registers for one waiting sum beside its accumulator, and shared
-    memory for another beside the ring. A greater half waits once a tile: writing it to device
-    memory adds a few percent to the traffic that the ring has anyway.
+    A tile of 64 x 128 leaves registers for one waiting sum beside its accumulator. A greater half
+    waits seldom: writing it to device memory adds little to the traffic that the ring has anyway,
+    and more stages of the ring are worth more than keeping it in shared memory.
     """
 
     tile: MatmulTile
@@ -176,17 +182,19 @@ class Holds:
     def of(leaves: int, tile: MatmulTile) -> "Holds":
         waiting = leaves.bit_length() - 1
         registers = tile.rows * tile.cols // 128
-        first = min(waiting, max(1, ACCUMULATOR_REGISTERS // registers - 1))
-        second = min(1, waiting - first)
+        first = min(waiting, max(1, REGISTERS // registers - 1))
+        second = min(tile.smem_holds, waiting - first)
         return Holds(tile, first, second, waiting - first - second)
 
     @property
     def _shape(self) -> tuple[int, int, int]:
-        return (self.tile.warpgroups, self.tile.rows, self.tile.cols)
+        consumers = max(self.tile.warpgroups, self.tile.leaf_groups)
+        return (consumers, self.tile.rows, self.tile.cols)
 
     def smem(self) -> dict:
         """The shared memory allocation, if any."""
-        return {"hold": swizzled(self._shape, jnp.float32)} if self.in_smem else {}
+        shape = (self.in_smem, *self._shape)
+        return {"hold": swizzled(shape, jnp.float32)} if self.in_smem else {}
 
     def scratch(self, ctas: int) -> list[jax.ShapeDtypeStruct]:
         """Device memory, as outputs of the kernel that nobody reads afterwards."""
@@ -196,9 +204,51 @@ class Holds:
         """`holds` of `leaf_tree` for one warpgroup."""
         return [
             *[None] * self.in_registers,
-            *([smem["hold"].at[wg]] if self.in_smem else []),
+            *[smem["hold"].at[i, wg] for i in range(self.in_smem)],
             *[ref.at[cta, wg] for ref in scratch],
         ]
+
+
+def group_buffers(tile: MatmulTile, groups: int) -> dict:
+    """Shared memory for `join_groups`."""
+    if groups == 1:
+        return {}
+    return {
+        "joined": swizzled((groups - 1, tile.rows, tile.cols), jnp.float32),
+        "given": plgpu.Barrier(num_arrivals=groups - 1),
+        "taken": plgpu.Barrier(num_arrivals=1),
+    }
+
+
+def join_groups(acc, wg, groups: int, smem: dict, finish: Callable) -> None:
+    """Finish the leaf tree over warpgroups that summed a subtree each; the first one goes on.
+
+    Args:
+      acc: this warpgroup's subtree.
+      wg: this warpgroup, below `groups`.
+      groups: a power of two.
+      smem: with `group_buffers`.
+      finish: called with the whole sum, in warpgroup 0 alone.
+    """
+
+    @pl.when(wg > 0)
+    def _give():
+        smem["joined"][wg - 1] = acc
+        plgpu.barrier_arrive(smem["given"])
+        plgpu.barrier_wait(smem["taken"])
+
+    @pl.when(wg == 0)
+    def _take():
+        plgpu.barrier_wait(smem["given"])
+        index = iter(range(groups))
+
+        def subtree():
+            i = next(index)
+            return acc if i == 0 else plgpu.layout_cast(smem["joined"][i - 1], plgpu.Layout.WGMMA)
+
+        total = leaf_tree(subtree, groups)
+        plgpu.barrier_arrive(smem["taken"])
+        finish(total)
 
 
 def check_leaves(contraction: int, leaves: int) -> None:
@@ -242,7 +292,7 @@ PRODUCER_REGISTERS = 56
 
 
 def producer_registers(consumers: int) -> None:
-    """Hand the producer's registers over; with one consumer everybody has the most already."""
+    """Hand registers to two consumers; with one, and for small tiles, everybody has enough."""
     if consumers > 1:
         plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
 

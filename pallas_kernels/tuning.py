@@ -22,6 +22,9 @@ class MatmulTile:
       minor: the tile axis that neighbouring blocks differ in (0 rows, 1 columns).
       band: how many tiles of that axis are walked before the other axis moves.
       slots: parts of a warpgroup's tile that may be on their way out of shared memory at a time.
+      smem_holds: sums of leaves that wait in shared memory (`matmul_core.Holds`); greater ones
+        wait in device memory.
+      leaf_groups: warpgroups that share a tile's leaves, a subtree each, instead of its rows.
     """
 
     rows: int
@@ -32,6 +35,8 @@ class MatmulTile:
     minor: int = 1
     band: int = 8
     slots: int = 2
+    smem_holds: int = 0
+    leaf_groups: int = 1
 
 
 def matmul_tile(m: int, k: int, n: int, leaves: int, out_dtype: jax.typing.DTypeLike) -> MatmulTile:
@@ -39,12 +44,11 @@ def matmul_tile(m: int, k: int, n: int, leaves: int, out_dtype: jax.typing.DType
     del k, out_dtype
     if m <= 64:
         cols = max(8, m + -m % 8)
-        stages = min(20, 200 * 1024 // ((64 + cols) * 128))
-        return MatmulTile(rows=64, cols=cols, warpgroups=1, stages=stages, swap=True)
-    if m <= 512 or n <= 64:
-        return MatmulTile(rows=64, cols=128, warpgroups=1, stages=8, swap=m <= 128)
+        return MatmulTile(rows=64, cols=cols, warpgroups=1, stages=12, swap=True)
+    if m <= 512 and n <= 8192 or n <= 64:
+        return MatmulTile(rows=64, cols=128, warpgroups=1, stages=8)
     if leaves > 1:
-        return MatmulTile(rows=64, cols=128, minor=0)
+        return MatmulTile(rows=64, cols=128, stages=6)
     return MatmulTile(rows=64, cols=256, minor=0, band=16)
 
 
