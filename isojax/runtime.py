@@ -2,9 +2,9 @@
 
 - ``--xla_allow_excess_precision=false``: XLA must not drop a float32 -> bfloat16 -> float32 round
   trip; every rounding point of an op is meant.
-- ``--xla_cpu_max_isa=AVX``: LLVM contracts ``a * b + c`` to a fused multiply-add whenever the two land
-  in one XLA fusion, and fusion follows the shapes. AVX has no such instruction, so on a CPU every
-  product and every sum is rounded by itself, in every program. It costs no speed there.
+- ``--xla_cpu_max_isa=AVX``: LLVM contracts ``a * b + c`` to a fused multiply-add whenever the two
+  land in one XLA fusion, and fusion follows the shapes. AVX has no such instruction, so on a CPU
+  every product and every sum is rounded by itself, in every program. It costs no speed there.
 
 XLA reads its flags when a backend starts, so they are set on import of isojax.
 """

@@ -1,0 +1,96 @@
+"""The one forward: it backs the paged sampler and the trainer, on the same arrays and the same
+mesh.
+
+`forward` and `logprobs` are per-rank functions: call them inside `shard_map` (see `isojax.shard`).
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from isojax.batch import RaggedBatch
+from isojax.cache import Cache
+from isojax.mesh import Layout
+from isojax.models.blocks import Static, attention_block, delta_block, mlp, moe
+from isojax.models.config import ModelConfig
+from isojax.numerics.policy import Policy
+from isojax.ops.elementwise import add
+from isojax.ops.embedding import embedding
+from isojax.ops.logprob import linear_logprob
+from isojax.ops.norm import rms_norm
+from isojax.ops.rotary import rotary_table
+
+
+def forward(
+    params: dict,
+    batch: RaggedBatch,
+    cache: Cache,
+    *,
+    model: ModelConfig,
+    policy: Policy,
+    layout: Layout,
+    remat: bool = False,
+) -> tuple[jax.Array, Cache]:
+    """Final hidden rows [T, H] of the batch's tokens, and the cache with them in it.
+
+    Layers repeat with a period, so one period is traced and scanned. remat: recompute a period's
+    inner values in the backward instead of keeping them.
+    """
+    s = Static(model, policy, layout)
+    kinds = model.layer_types[: model.period]
+    table = rotary_table(batch.positions, rotary_dim=model.rotary_dim, theta=model.rope_theta)
+    per_period = {kind: kinds.count(kind) for kind in kinds}
+
+    def entry(pool: jax.Array | None, period: jax.Array, kind: str, index: int) -> jax.Array:
+        """Which entry of the cache a layer uses: its own, or the one that all layers share."""
+        if pool is None or pool.shape[0] == 1:
+            return jnp.int32(0)
+        return period * per_period[kind] + index
+
+    def period(carry, scanned):
+        x, cache = carry
+        number, layers = scanned
+        seen = dict.fromkeys(kinds, 0)
+        for kind, p in zip(kinds, layers, strict=True):
+            h = rms_norm(x, p["input_norm"], **s.norm)
+            if kind == "full_attention":
+                at = entry(cache.keys, number, kind, seen[kind])
+                y, cache = attention_block(p["attn"], h, batch, cache, at, table, s)
+            else:
+                at = entry(cache.conv, number, kind, seen[kind])
+                y, cache = delta_block(p["gdn"], h, batch, cache, at, s)
+            seen[kind] += 1
+            x = add(x, y)
+            h = rms_norm(x, p["post_norm"], **s.norm)
+            x = add(x, moe(p["moe"], h, s) if "moe" in p else mlp(p["mlp"], h, s))
+        # what is cached serves later calls; a training call's gradient never flows through it
+        return (x, lax.stop_gradient(cache)), None
+
+    x = embedding(batch.tokens, params["embed"], **s.ops)
+    periods = jnp.arange(model.num_layers // model.period, dtype=jnp.int32)
+    body = jax.checkpoint(period) if remat else period
+    (x, cache), _ = lax.scan(body, (x, cache), (periods, params["layers"]))
+    return rms_norm(x, params["norm"], **s.norm), cache
+
+
+def head(params: dict) -> jax.Array:
+    """The language-model head [H, V / model]: its own, or the embedding's transpose when tied."""
+    return (
+        params["lm_head"] if "lm_head" in params else jax.tree.map(jnp.transpose, params["embed"])
+    )
+
+
+def logprobs(
+    params: dict,
+    hidden: jax.Array,
+    targets: jax.Array,
+    inverse_temperature: jax.Array,
+    threshold: jax.Array,
+    *,
+    policy: Policy,
+    layout: Layout,
+) -> tuple[jax.Array, jax.Array]:
+    """Log-probabilities float32 [T] of targets under hidden rows: full vocabulary, kept set."""
+    return linear_logprob(
+        hidden, head(params), targets, inverse_temperature, threshold, policy=policy, layout=layout
+    )

@@ -1,0 +1,68 @@
+"""Token embedding, the table cut over "model" by vocabulary.
+
+Row: out[t] is the table's row of tokens[t]: pure movement, no rounding.
+Gradient: table rows sum over their tokens: each batch leaf in row order, leaves by `pair_sum`.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from isojax.mesh import MODEL, Layout
+from isojax.numerics.policy import Policy
+from isojax.numerics.trees import pair_sum
+from isojax.ops import weight
+from isojax.ops.op import op
+from isojax.ops.weight import Parameter
+
+
+def _local_rows(tokens: jax.Array, size: int, layout: Layout) -> jax.Array:
+    """Row of this rank's table for each token; `size` (out of range) if another rank has it."""
+    if layout.model == 1:
+        return tokens
+    row = tokens - lax.axis_index(MODEL) * size
+    return jnp.where((row >= 0) & (row < size), row, size)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _embedding(policy, layout, tokens, table):
+    values = weight.value(table)
+    if layout.model == 1:
+        return values[tokens]
+    size = values.shape[0]
+    found = values.at[_local_rows(tokens, size, layout)].get(mode="fill", fill_value=0)
+    owner = tokens // size
+    return lax.all_gather(found, MODEL)[owner, jnp.arange(tokens.shape[0])]
+
+
+def _embedding_forward(policy, layout, tokens, table):
+    return _embedding(policy, layout, tokens, table), (tokens, table)
+
+
+def _embedding_backward(policy, layout, saved, dout):
+    tokens, table = saved
+    size, width = weight.value(table).shape
+    leaves = policy.batch_leaves // layout.data
+    rows = _local_rows(tokens, size, layout).reshape(leaves, -1)
+    terms = dout.astype(jnp.float32).reshape(leaves, -1, width)
+    leaf = jnp.arange(leaves)
+
+    def add_row(
+        i, total
+    ):  # one row of every leaf: the targets are distinct, the order is the rows'
+        return total.at[leaf, rows[:, i]].add(terms[:, i], mode="drop", unique_indices=True)
+
+    zero = jnp.zeros((leaves, size, width), jnp.float32)
+    total = lax.fori_loop(0, rows.shape[1], add_row, zero)
+    return None, weight.cotangent(table, pair_sum(total))
+
+
+_embedding.defvjp(_embedding_forward, _embedding_backward)
+
+
+@op("embedding", static=("policy", "layout"))
+def embedding(tokens: jax.Array, table: Parameter, *, policy: Policy, layout: Layout) -> jax.Array:
+    """tokens int32 [T], table [V / model, H] -> [T, H], the same on every model rank."""
+    return _embedding(policy, layout, tokens, table)

@@ -1,0 +1,132 @@
+"""Linear maps, cut over "model" by columns (no sum is cut) or by rows (the sum is a leaf tree).
+
+Row: out[t] depends on x[t] and the weight alone.
+Tree: `tree_dot` over the inputs; where ranks cut the inputs, `leaves` equal leaves and `pair_sum`.
+Rounding: operands are in the compute dtype, the sum is float32, the result is rounded once.
+Gradient: by x, a dot over outputs (a leaf tree, since columns are cut); by the weight, a sum over
+tokens in batch leaves, float32, of this data rank alone.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from isojax.mesh import MODEL, Layout
+from isojax.numerics.collectives import local_leaves, model_sum
+from isojax.numerics.policy import Policy
+from isojax.numerics.trees import leaf_dot, pair_sum, tree_dot
+from isojax.ops import weight
+from isojax.ops.op import op
+from isojax.ops.weight import Parameter
+
+
+def weight_gradient(x: jax.Array, dy: jax.Array, policy: Policy, layout: Layout) -> jax.Array:
+    """x [T, K], dy [T, N] -> float32 [K, N], summed over this data rank's batch leaves."""
+    return leaf_dot(x.T, dy, policy.batch_leaves // layout.data, policy.dot_width)
+
+
+def _own(w: jax.Array, copies: int, layout: Layout) -> jax.Array:
+    """This rank's columns of a weight; with copies, w is whole and `copies` ranks take the same."""
+    if copies == 1:
+        return w
+    width = w.shape[1] * copies // layout.model
+    first = lax.axis_index(MODEL) // copies * width
+    return lax.dynamic_slice_in_dim(w, first, width, axis=1)
+
+
+def _counted(x: jax.Array, copies: int) -> jax.Array:
+    """Of own columns x [..., N], the part that this rank stands for, neighbours having the rest."""
+    if copies == 1:
+        return x
+    width = x.shape[-1] // copies
+    first = lax.axis_index(MODEL) % copies * width
+    return lax.dynamic_slice_in_dim(x, first, width, axis=x.ndim - 1)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _columns(static, x: jax.Array, ws: tuple[Parameter, ...]) -> tuple[jax.Array, ...]:
+    copies, policy, layout = static
+    own = [_own(weight.value(w), c, layout) for w, c in zip(ws, copies, strict=True)]
+    return tuple(tree_dot(x, w, policy.dot_width).astype(x.dtype) for w in own)
+
+
+def _columns_forward(static, x, ws):
+    return _columns(static, x, ws), (x, ws)
+
+
+def _columns_backward(static, saved, dys):
+    copies, policy, layout = static
+    x, ws = saved
+    parts = [
+        (_counted(dy, c), _counted(_own(weight.value(w), c, layout), c))
+        for w, dy, c in zip(ws, dys, copies, strict=True)
+    ]
+    leaves = min(
+        local_leaves(w.shape[1] * layout.model, policy.leaves, layout.model, "column linear")
+        for _, w in parts
+    )
+    total = None  # [leaves, T, K]: every leaf first adds up its share of all the weights
+    for dy, w in parts:
+        n = w.shape[1] // leaves
+        dy_leaf = jnp.moveaxis(dy.reshape(dy.shape[0], leaves, n), 1, 0)
+        part = tree_dot(dy_leaf, w.T.reshape(leaves, n, w.shape[0]), policy.dot_width)
+        total = part if total is None else total + part
+    dx = model_sum(pair_sum(total), layout).astype(x.dtype)
+    dws = []
+    for w, dy, c in zip(ws, dys, copies, strict=True):
+        dw = weight_gradient(x, dy, policy, layout)
+        if c > 1:
+            dw = jnp.concatenate(lax.all_gather(dw, MODEL)[::c], axis=1)
+        dws.append(weight.cotangent(w, dw))
+    return dx, tuple(dws)
+
+
+_columns.defvjp(_columns_forward, _columns_backward)
+
+
+@op("columns", static=("copies", "policy", "layout"))
+def columns(
+    x: jax.Array,
+    ws: tuple[Parameter, ...],
+    *,
+    copies: tuple[int, ...] | None = None,
+    policy: Policy,
+    layout: Layout,
+) -> tuple[jax.Array, ...]:
+    """Several column-cut linear maps of one input.
+
+    x [T, K], the same on every model rank; ws: weights [K, N_i / model] -> outputs [T, N_i /
+    model].
+    copies: for each weight, how many neighbouring ranks take the same columns of it (default 1);
+    where it is more than 1, the weight is whole, [K, N_i], on every rank: heads that ranks
+    outnumber.
+    """
+    return _columns((copies or (1,) * len(ws), policy, layout), x, ws)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _rows(policy: Policy, layout: Layout, x: jax.Array, w: Parameter) -> jax.Array:
+    leaves = local_leaves(x.shape[1] * layout.model, policy.leaves, layout.model, "row linear")
+    share = leaf_dot(x, weight.value(w), leaves, policy.dot_width)
+    return model_sum(share, layout).astype(x.dtype)
+
+
+def _rows_forward(policy, layout, x, w):
+    return _rows(policy, layout, x, w), (x, w)
+
+
+def _rows_backward(policy, layout, saved, dy):
+    x, w = saved
+    dx = tree_dot(dy, weight.value(w).T, policy.dot_width).astype(x.dtype)
+    return dx, weight.cotangent(w, weight_gradient(x, dy, policy, layout))
+
+
+_rows.defvjp(_rows_forward, _rows_backward)
+
+
+@op("rows", static=("policy", "layout"))
+def rows(x: jax.Array, w: Parameter, *, policy: Policy, layout: Layout) -> jax.Array:
+    """A row-cut linear map: x [T, K / model], w [K / model, N] -> [T, N], on every model rank."""
+    return _rows(policy, layout, x, w)

@@ -1,0 +1,243 @@
+"""Log-probability of a token under the language-model head, without the [T, V] array.
+
+Row: depends on hidden[t], the head and the token's own temperature, target and threshold alone.
+Tree: a logit by `tree_dot` over features. The vocabulary is cut into `vocab_leaves` equal leaves; a
+leaf walks blocks of `vocab_block` logits in order with an online log-sum-exp (a block's exp are
+added by halving); leaves combine by neighbours, so ranks that hold vocabulary shards finish the
+same tree.
+Rounding: operands in the compute dtype; logits, their product with the inverse temperature and all
+sums float32.
+Gradient: logits are recomputed block by block and rounded to the compute dtype as gradients; by
+hidden a dot within blocks, blocks in order, leaves by `pair_sum`; by the head a sum over tokens in
+batch leaves.
+
+Two log-probabilities come out: over the full vocabulary, and over the kept set {v: z[v] >=
+threshold} of scaled logits z. Truncated sampling (top-k, top-p, min-p) keeps exactly such a set,
+and since logits are bitwise reproducible its threshold is all that has to be stored.
+"""
+
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from isojax.mesh import MODEL, Layout
+from isojax.numerics.collectives import local_leaves, model_sum
+from isojax.numerics.policy import Policy
+from isojax.numerics.trees import leaf_dot, pair_sum, tree_dot, tree_sum
+from isojax.ops import weight
+from isojax.ops.op import op
+from isojax.ops.weight import Parameter
+
+
+class Statistics(NamedTuple):
+    """Log-sum-exp in the making, float32 [..., T]: maximum, sum of exp, the same over the kept set,
+    and the target's scaled logit (-inf until met).
+    """
+
+    maximum: jax.Array
+    total: jax.Array
+    kept: jax.Array
+    target: jax.Array
+
+
+def _absorb(s: Statistics, z: jax.Array, hit: jax.Array, threshold: jax.Array) -> Statistics:
+    """Add a block z [..., T, B] of scaled logits, -inf where there is none; hit: the target."""
+    maximum = jnp.maximum(s.maximum, jnp.max(z, axis=-1))
+    old = jnp.exp(s.maximum - maximum)
+    e = jnp.exp(z - maximum[..., None])
+    kept = jnp.where(z >= threshold[:, None], e, 0.0)
+    target = jnp.max(jnp.where(hit, z, -jnp.inf), axis=-1)
+    return Statistics(
+        maximum,
+        s.total * old + tree_sum(e),
+        s.kept * old + tree_sum(kept),
+        jnp.maximum(s.target, target),
+    )
+
+
+def _merge(a: Statistics, b: Statistics) -> Statistics:
+    maximum = jnp.maximum(a.maximum, b.maximum)
+    left, right = jnp.exp(a.maximum - maximum), jnp.exp(b.maximum - maximum)
+    return Statistics(
+        maximum,
+        a.total * left + b.total * right,
+        a.kept * left + b.kept * right,
+        jnp.maximum(a.target, b.target),
+    )
+
+
+def _finish(s: Statistics, layout: Layout) -> Statistics:
+    """[local leaves, T] on every rank -> [T], the same on every rank."""
+
+    def tree(s: Statistics) -> Statistics:
+        while s.maximum.shape[0] > 1:
+            s = _merge(Statistics(*(x[0::2] for x in s)), Statistics(*(x[1::2] for x in s)))
+        return Statistics(*(x[0] for x in s))
+
+    s = tree(s)
+    if layout.model == 1:
+        return s
+    return tree(Statistics(*(lax.all_gather(x, MODEL) for x in s)))
+
+
+class _Shard(NamedTuple):
+    """How this rank's vocabulary falls into leaves and blocks."""
+
+    size: int
+    leaves: int
+    leaf: int
+    block: int
+    blocks: int
+
+
+def _shard(size: int, policy: Policy, layout: Layout) -> _Shard:
+    leaves = local_leaves(size * layout.model, policy.vocab_leaves, layout.model, "vocabulary")
+    leaf = size // leaves
+    block = min(policy.vocab_block, leaf)
+    return _Shard(size, leaves, leaf, block, -(-leaf // block))
+
+
+def _split(w: jax.Array, shard: _Shard) -> jax.Array:
+    """[..., V] -> [blocks, leaves, ..., block]; zeros fill the last block of a leaf."""
+    w = w.reshape(*w.shape[:-1], shard.leaves, shard.leaf)
+    width = shard.blocks * shard.block
+    w = jnp.pad(w, [(0, 0)] * (w.ndim - 1) + [(0, width - shard.leaf)])
+    w = w.reshape(*w.shape[:-1], shard.blocks, shard.block)
+    return jnp.moveaxis(jnp.moveaxis(w, -2, 0), -2, 1)
+
+
+def _indices(shard: _Shard, layout: Layout) -> jax.Array:
+    """Vocabulary index of every place of `_split`: int32 [blocks, leaves, block]; -1 where none."""
+    first = 0 if layout.model == 1 else lax.axis_index(MODEL) * shard.size
+    index = first + jnp.arange(shard.size, dtype=jnp.int32)
+    return _split(index + 1, shard) - 1
+
+
+def _start(shape: tuple[int, ...]) -> Statistics:
+    # a finite floor, so that an empty start shrinks by exp(floor - maximum) = 0 and is never nan
+    low = jnp.full(shape, jnp.finfo(jnp.float32).min)
+    zero = jnp.zeros(shape, jnp.float32)
+    return Statistics(low, zero, zero, jnp.full(shape, -jnp.inf))
+
+
+def _scaled(x: jax.Array, w: jax.Array, inverse: jax.Array, policy: Policy) -> jax.Array:
+    """Scaled logits: x [T, H], w [..., H, N], inverse temperature [T] -> float32 [..., T, N]."""
+    return tree_dot(x, w, policy.dot_width) * inverse[:, None]
+
+
+def _walk(x, w, targets, inverse, threshold, policy: Policy, layout: Layout) -> Statistics:
+    shard = _shard(w.shape[1], policy, layout)
+
+    def step(s, block):
+        columns, index = block
+        z = _scaled(x, columns, inverse, policy)
+        z = jnp.where(index[:, None, :] >= 0, z, -jnp.inf)
+        return _absorb(s, z, index[:, None, :] == targets[:, None], threshold), None
+
+    start = _start((shard.leaves, x.shape[0]))
+    s, _ = lax.scan(step, start, (_split(w, shard), _indices(shard, layout)))
+    return _finish(s, layout)
+
+
+def _both(s: Statistics) -> tuple[jax.Array, jax.Array]:
+    """Log-probability over everything, and over the kept set."""
+    z = s.target - s.maximum
+    return z - jnp.log(s.total), z - jnp.log(s.kept)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _linear_logprob(static, x, w, targets, inverse, threshold):
+    return _linear_logprob_forward(static, x, w, targets, inverse, threshold)[0]
+
+
+def _linear_logprob_forward(static, x, w, targets, inverse, threshold):
+    s = _walk(x, weight.value(w), targets, inverse, threshold, *static)
+    return _both(s), (x, w, targets, inverse, threshold, s)
+
+
+def _linear_logprob_backward(static, saved, cotangents):
+    policy, layout = static
+    x, w, targets, inverse, threshold, s = saved
+    values = weight.value(w)
+    shard = _shard(values.shape[1], policy, layout)
+    full, kept = (d[:, None] for d in cotangents)
+    lse = (s.maximum + jnp.log(s.total))[:, None]
+    lse_kept = (s.maximum + jnp.log(s.kept))[:, None]
+    leaves = policy.batch_leaves // layout.data
+
+    def step(dx, block):
+        columns, index = block
+        z = _scaled(x, columns, inverse, policy)
+        hit = index[:, None, :] == targets[:, None]
+        p = jnp.exp(z - lse)
+        p_kept = jnp.where(z >= threshold[:, None], jnp.exp(z - lse_kept), 0.0)
+        dz = full * (hit - p) + kept * (hit - p_kept)
+        dz = jnp.where(index[:, None, :] >= 0, dz * inverse[:, None], 0.0).astype(x.dtype)
+        dx = dx + tree_dot(dz, jnp.swapaxes(columns, 1, 2), policy.dot_width)
+        dw = jax.vmap(lambda d: leaf_dot(x.T, d, leaves, policy.dot_width))(dz)
+        return dx, dw
+
+    zero = jnp.zeros((shard.leaves, *x.shape), jnp.float32)
+    dx, dw = lax.scan(step, zero, (_split(values, shard), _indices(shard, layout)))
+    dx = model_sum(pair_sum(dx), layout).astype(x.dtype)
+    dw = jnp.moveaxis(dw, 0, 2)  # [leaves, H, blocks, block]
+    dw = dw.reshape(*dw.shape[:2], -1)[..., : shard.leaf]
+    dw = jnp.moveaxis(dw, 0, 1).reshape(x.shape[1], -1)
+    return dx, weight.cotangent(w, dw), None, None, None
+
+
+_linear_logprob.defvjp(_linear_logprob_forward, _linear_logprob_backward)
+
+
+@op("linear_logprob", static=("policy", "layout"))
+def linear_logprob(
+    x: jax.Array,
+    w: Parameter,
+    targets: jax.Array,
+    inverse_temperature: jax.Array,
+    threshold: jax.Array,
+    *,
+    policy: Policy,
+    layout: Layout,
+) -> tuple[jax.Array, jax.Array]:
+    """Log-probabilities of targets: (over the full vocabulary, over the kept set), float32 [T].
+
+    x [T, H]; w [H, V / model]; targets int32 [T]; inverse_temperature, threshold float32 [T]; a
+    threshold of -inf keeps everything. A target outside its kept set has kept log-probability z -
+    lse(kept) all the same.
+    """
+    return _linear_logprob((policy, layout), x, w, targets, inverse_temperature, threshold)
+
+
+@op("scaled_logits", static=("policy", "layout"))
+def scaled_logits(
+    x: jax.Array, w: Parameter, inverse_temperature: jax.Array, *, policy: Policy, layout: Layout
+) -> jax.Array:
+    """x [S, H], w [H, V / model], inverse_temperature [S] -> float32 [S, V], the same on every
+    rank.
+
+    The bits are those that `linear_logprob` sees.
+    """
+    z = _scaled(x, weight.value(w), inverse_temperature, policy)
+    return z if layout.model == 1 else lax.all_gather(z, MODEL, axis=1, tiled=True)
+
+
+@op("logits_logprob", static=("policy",))
+def logits_logprob(
+    z: jax.Array, targets: jax.Array, threshold: jax.Array, *, policy: Policy
+) -> tuple[jax.Array, jax.Array]:
+    """What `linear_logprob` gives, from the whole scaled logits z [S, V] of `scaled_logits`."""
+    one = Layout()
+    shard = _shard(z.shape[1], policy, one)
+
+    def step(s, block):
+        z, index = block
+        z = jnp.where(index[:, None, :] >= 0, z, -jnp.inf)
+        return _absorb(s, z, index[:, None, :] == targets[:, None], threshold), None
+
+    start = _start((shard.leaves, z.shape[0]))
+    s, _ = lax.scan(step, start, (_split(z, shard), _indices(shard, one)))
+    return _both(_finish(s, one))

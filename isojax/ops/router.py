@@ -1,0 +1,75 @@
+"""The router of a mixture of experts: which experts a token takes, and with what weight.
+
+Row: depends on x[t] and the weight alone. Ties go to the lowest expert.
+Tree: logits by `tree_dot` over features; the softmax's sum by halving over the chosen experts
+(normalised) or over all of them.
+Rounding: operands in the compute dtype, all else float32; the weights stay float32.
+Gradient: by x a dot over experts, which no rank cuts; by the weight a sum over tokens in batch
+leaves.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from isojax.mesh import Layout
+from isojax.numerics.policy import Policy
+from isojax.numerics.trees import tree_dot, tree_sum
+from isojax.ops import weight
+from isojax.ops.linear import weight_gradient
+from isojax.ops.op import op
+from isojax.ops.weight import Parameter
+
+
+def _softmax(logits: jax.Array) -> jax.Array:
+    e = jnp.exp(logits - jnp.max(logits, axis=-1, keepdims=True))
+    return e / tree_sum(e)[..., None]
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _router(static, x, w):
+    return _router_forward(static, x, w)[0]
+
+
+def _router_forward(static, x, w):
+    top_k, normalise, policy, _ = static
+    logits = tree_dot(x, weight.value(w), policy.dot_width)
+    chosen, experts = lax.top_k(logits, top_k)
+    experts = experts.astype(jnp.int32)
+    if normalise:
+        weights = _softmax(chosen)
+    else:
+        weights = jnp.take_along_axis(_softmax(logits), experts, axis=-1)
+    return (weights, experts), (x, w, logits, weights, experts)
+
+
+def _router_backward(static, saved, cotangents):
+    _, normalise, policy, layout = static
+    x, w, logits, weights, experts = saved
+    d = cotangents[0]
+    inner = tree_sum(d * weights)[..., None]
+    rows = jnp.arange(x.shape[0])[:, None]
+    at_chosen = jnp.zeros_like(logits).at[rows, experts]
+    if normalise:
+        dlogits = at_chosen.set(weights * (d - inner), unique_indices=True)
+    else:
+        dlogits = _softmax(logits) * (at_chosen.set(d, unique_indices=True) - inner)
+    dlogits = dlogits.astype(x.dtype)
+    dx = tree_dot(dlogits, weight.value(w).T, policy.dot_width).astype(x.dtype)
+    return dx, weight.cotangent(w, weight_gradient(x, dlogits, policy, layout))
+
+
+_router.defvjp(_router_forward, _router_backward)
+
+
+@op("router", static=("top_k", "normalise", "policy", "layout"))
+def router(
+    x: jax.Array, w: Parameter, *, top_k: int, normalise: bool, policy: Policy, layout: Layout
+) -> tuple[jax.Array, jax.Array]:
+    """x [T, H], w [H, E] -> (weights float32 [T, top_k], experts int32 [T, top_k]).
+
+    normalise: the chosen experts' weights sum to one.
+    """
+    return _router((top_k, normalise, policy, layout), x, w)

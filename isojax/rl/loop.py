@@ -1,0 +1,326 @@
+"""The main job: warm start, then DAPO, with rollouts and trainer in bit-for-bit agreement.
+
+A run owns a folder: config.toml, metrics.jsonl, TensorBoard events, plots, checkpoints. Every
+step leaves it in a state from which the run can go on as if it had never stopped.
+"""
+
+import dataclasses
+import logging
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from isojax.config import RunConfig, TrainerConfig, resolve_model
+from isojax.config_io import to_toml
+from isojax.models import hf
+from isojax.models.config import ModelConfig
+from isojax.models.init import init_params
+from isojax.report.report import Report, progress
+from isojax.rl import dapo
+from isojax.rl.data import prompt_stream
+from isojax.rl.rewards import rewards_of
+from isojax.rl.warm_start import answers
+from isojax.sampler.config import EngineConfig
+from isojax.sampler.engine import Engine
+from isojax.tokenizer import TINY, Tokenizer
+from isojax.trainer.checkpoint import Checkpoints
+from isojax.trainer.interrupt import Interrupts
+from isojax.trainer.loss import CrossEntropy, Loss, PolicyLoss
+from isojax.trainer.optimizer import AdamW
+from isojax.trainer.packing import Example
+from isojax.trainer.score import Scored, Scorer, compare
+from isojax.trainer.step import StepResult, Trainer, TrainState
+
+log = logging.getLogger(__name__)
+
+
+class DisagreementError(RuntimeError):
+    """Trainer and rollout gave different bits to the log-probability of the same token."""
+
+
+class NotFiniteError(RuntimeError):
+    """A gradient was not finite."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Position:
+    """How far a run has come: all that is needed besides the weights and the optimizer state.
+
+    warm: supervised steps done. step: DAPO steps done. stream: index of the next row of data.
+    """
+
+    warm: int = 0
+    step: int = 0
+    stream: int = 0
+
+    @property
+    def number(self) -> int:
+        """The checkpoint's number."""
+        return self.warm + self.step
+
+
+def adamw_of(config: TrainerConfig, learning_rate: float) -> AdamW:
+    """The optimizer of a configuration, at another learning rate in the warm start."""
+    return AdamW(
+        learning_rate=learning_rate,
+        warmup_steps=config.warmup_steps,
+        beta1=config.beta1,
+        beta2=config.beta2,
+        epsilon=config.epsilon,
+        weight_decay=config.weight_decay,
+        max_grad_norm=config.max_grad_norm,
+    )
+
+
+class Run:
+    """One run, from its configuration to its last checkpoint."""
+
+    def __init__(self, config: RunConfig, *, resume: bool = False) -> None:
+        """Build every part, and load what `resume` finds in the run folder.
+
+        Raises:
+          FileExistsError: the folder holds a run already, and `resume` is not set.
+          FileNotFoundError: `resume` is set, and there is no checkpoint.
+          ValueError: the configuration's parts do not fit each other.
+        """
+        self.config = config
+        layout, policy = config.mesh, config.policy
+        mesh = layout.mesh()
+        model = resolve_model(config)
+        self.tokenizer = Tokenizer(config.data.tokenizer or config.checkpoint or TINY)
+        _check(config, model, self.tokenizer)
+        self.rewards = rewards_of(config.data)
+
+        def trainer(learning_rate: float) -> Trainer:
+            return Trainer(
+                model,
+                policy,
+                layout,
+                mesh,
+                adamw_of(config.trainer, learning_rate),
+                microbatch_tokens=config.trainer.microbatch_tokens,
+                remat=config.trainer.remat,
+            )
+
+        self.warm_trainer = trainer(config.warm_start.learning_rate)
+        self.trainer = trainer(config.trainer.learning_rate)
+        self.scorer = Scorer(model, policy, layout, mesh, config.trainer.microbatch_tokens)
+        self.checkpoints = Checkpoints(
+            config.folder / "checkpoints", self.trainer, keep=config.trainer.keep_checkpoints
+        )
+        self.state: TrainState
+        self._whole = True  # whether `state` is that of `position`, not of the middle of a step
+        if resume:
+            self.position = Position(**self.checkpoints.position()["position"])
+            self.state = self.checkpoints.restore()
+        else:
+            if self.checkpoints.latest() is not None:
+                raise FileExistsError(
+                    f"{config.folder} holds a run already: --resume it, or give another --name"
+                )
+            self.position = Position()
+            if config.checkpoint:
+                _, params = hf.load(config.checkpoint, mesh, layout, policy)
+            else:
+                params = init_params(model, policy, layout, mesh, config.seed)
+            first = self.warm_trainer if config.warm_start.steps else self.trainer
+            self.state = first.init(params)
+        self.stream = prompt_stream(config.data, self.tokenizer, config.seed, self.position.stream)
+        self.engine = Engine.create(
+            self.state.params,
+            model=model,
+            policy=policy,
+            layout=layout,
+            mesh=mesh,
+            config=EngineConfig(
+                max_model_len=config.max_length,
+                max_sequences=config.sampler.max_sequences,
+                max_batch_tokens=config.sampler.max_batch_tokens,
+                pages=config.sampler.pages,
+            ),
+            detokenize=self.tokenizer.decode,
+            weights_version=self.position.step,
+        )
+        self.loss = PolicyLoss(
+            config.algorithm.clip_low, config.algorithm.clip_high, config.algorithm.dual_clip
+        )
+        config.folder.mkdir(parents=True, exist_ok=True)
+        (config.folder / "config.toml").write_text(to_toml(config), encoding="utf-8")
+
+    def run(self) -> None:
+        """Train to the last step. However it ends, the last whole step is in a checkpoint, unless a
+        second signal or a gradient that is not finite ends it amid the minibatches of a step.
+
+        Raises:
+          KeyboardInterrupt: SIGINT or SIGTERM came.
+          DisagreementError: rollout and trainer differ, and the configuration says to stop then.
+          NotFiniteError: a gradient was not finite.
+        """
+        config = self.config
+        try:
+            with Interrupts() as interrupts:
+                self._warm_start(interrupts)
+                first = self.position.step
+                with Report(config.folder, config.report, config.steps, first) as report:
+                    while self.position.step < config.steps:
+                        self._step(interrupts, report)
+        finally:
+            self._save()
+            self.checkpoints.close()
+
+    def _save(self) -> None:
+        if not self._whole:
+            log.warning(
+                "a step was cut short: the last checkpoint is %s", self.checkpoints.latest()
+            )
+            return
+        at = dataclasses.asdict(self.position)
+        self.checkpoints.save(self.position.number, self.state, {"position": at})
+
+    def _warm_start(self, interrupts: Interrupts) -> None:
+        config = self.config.warm_start
+        steps = range(self.position.warm, config.steps)
+        if not steps:
+            return
+        start, shown = time.perf_counter(), max(1, config.steps // 5)
+        for step in progress(steps, "warm start", len(steps), enabled=self.config.report.progress):
+            examples = answers(self.stream, self.stream.take(config.prompts))
+            with interrupts.held():
+                (result,) = self._train(self.warm_trainer, [examples], CrossEntropy())
+                if step + 1 == config.steps:
+                    self.state = self.trainer.init(self.state.params)
+                self.position = Position(step + 1, 0, self.stream.position)
+            if (step + 1) % shown == 0:
+                seconds = time.perf_counter() - start
+                print(
+                    f"warm start {step + 1}/{config.steps}  loss {result.loss:.3f}  {seconds:.1f} s",
+                    flush=True,
+                )
+        self.engine.update_params(self.state.params, self.position.step)
+        self._save()
+
+    def _step(self, interrupts: Interrupts, report: Report) -> None:
+        """One DAPO step: sample, score, train."""
+        config, clock = self.config, _Clock()
+        rollouts = dapo.collect(
+            self.stream,
+            self._generate(report),
+            self.rewards,
+            self.tokenizer,
+            config.algorithm,
+            config.sampler,
+            config.seed,
+        )
+        self.engine.release_cache()
+        metrics: dict[str, Any] = {"step": self.position.step, **dapo.rollout_metrics(rollouts)}
+        metrics["time_generate_s"] = clock.lap()
+        examples = dapo.examples_of(rollouts.groups, config.algorithm, config.sampler)
+        scored = self.scorer(self.state.params, examples)
+        metrics |= self._agreement(rollouts.groups, scored)
+        metrics["time_score_s"] = clock.lap()
+        examples = [
+            dataclasses.replace(example, old_logp=own.kept)
+            for example, own in zip(examples, scored, strict=True)
+        ]
+        size = config.trainer.minibatch_prompts * config.algorithm.samples_per_prompt
+        minibatches = [examples[i : i + size] for i in range(0, len(examples), size)]
+        with interrupts.held():
+            results = self._train(self.trainer, minibatches, self.loss)
+            self.position = dataclasses.replace(
+                self.position, step=self.position.step + 1, stream=self.stream.position
+            )
+            self.engine.update_params(self.state.params, self.position.step)
+            metrics |= _train_metrics(results)
+            metrics["contract_digest"] = ""
+            metrics["reward_failures"] = self.rewards.failures
+            metrics["time_train_s"] = clock.lap()
+            report.step(metrics)
+            every = config.trainer.checkpoint_every
+            if every and self.position.step % every == 0:
+                self._save()
+
+    def _generate(self, report: Report) -> dapo.Generate:
+        """The engine's `generate`, with a progress bar over samples."""
+
+        def generate(requests: Sequence[dapo.Request]) -> list[list[dapo.Completion]]:
+            total = sum(request.n for request in requests)
+            stream = report.progress(self.engine.stream(requests), "generate", total)
+            done = {(r, s): completion for r, s, completion in stream}
+            return [[done[r, s] for s in range(q.n)] for r, q in enumerate(requests)]
+
+        return generate
+
+    def _agreement(self, groups: Sequence[dapo.Group], scored: Sequence[Scored]) -> dict[str, Any]:
+        """Compare the rollout's log-probabilities with the trainer's, and act on a difference."""
+        sampled = [completion for group in groups for completion in group.completions]
+        found = compare(
+            [completion.logprobs for completion in sampled],
+            [own.full for own in scored],
+            self.config.algorithm.mismatch_cap,
+        )
+        if not found.exact:
+            message = (
+                f"step {self.position.step}: {found.differing} of {found.tokens} log-probabilities "
+                f"differ between rollout and trainer, by {found.diff_max} at most"
+            )
+            if self.config.contract.on_difference == "stop":
+                raise DisagreementError(message)
+            log.warning("%s", message)
+        return {
+            "logp_diff_max": found.diff_max,
+            "logp_diff_mean": found.diff_mean,
+            "logp_differing_tokens": found.differing,
+            "mismatch_clipped_tokens": found.clipped,
+        }
+
+    def _train(
+        self, trainer: Trainer, minibatches: Sequence[Sequence[Example]], loss: Loss
+    ) -> list[StepResult]:
+        results = []
+        self._whole = False
+        for minibatch in minibatches:
+            self.state, result = trainer.step(self.state, minibatch, loss)
+            if not result.finite:
+                raise NotFiniteError(
+                    f"step {self.position.step}: the norm of the gradient is {result.grad_norm}"
+                )
+            results.append(result)
+        self._whole = True
+        return results
+
+
+def _train_metrics(results: Sequence[StepResult]) -> dict[str, float]:
+    """Minibatches of a step: sums over tokens, means of losses and norms, the last learning rate."""
+    tokens = sum(result.tokens for result in results)
+    clipped = sum(result.clip_fraction * result.tokens for result in results)
+    return {
+        "loss": float(np.mean([result.loss for result in results])),
+        "grad_norm": float(np.mean([result.grad_norm for result in results])),
+        "lr": results[-1].learning_rate,
+        "clip_fraction": clipped / max(tokens, 1.0),
+        "tokens_trained": int(tokens),
+    }
+
+
+def _check(config: RunConfig, model: ModelConfig, tokenizer: Tokenizer) -> None:
+    if tokenizer.vocab_size > model.vocab_size:
+        raise ValueError(
+            f"the tokenizer has {tokenizer.vocab_size} tokens, the model only {model.vocab_size}"
+        )
+    leaves, ranks = config.policy.batch_leaves, config.mesh.data
+    if leaves % ranks:
+        raise ValueError(f"mesh.data = {ranks} does not divide policy.batch_leaves = {leaves}")
+
+
+class _Clock:
+    """Seconds since the last lap."""
+
+    def __init__(self) -> None:
+        self._last = time.perf_counter()
+
+    def lap(self) -> float:
+        now = time.perf_counter()
+        self._last, elapsed = now, now - self._last
+        return elapsed

@@ -1,0 +1,305 @@
+"""The rollout engine: requests in, completions out."""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+from jax.sharding import Mesh
+
+from isojax.batch import Bucket
+from isojax.mesh import Layout
+from isojax.models.config import ModelConfig
+from isojax.numerics.policy import Policy
+from isojax.sampler import scheduler
+from isojax.sampler.config import EngineConfig, buckets
+from isojax.sampler.executor import Executor, Sampled
+from isojax.sampler.inputs import Lanes, StepInputs, lay_out
+from isojax.sampler.random import sample_key
+from isojax.sampler.request import Completion, FinishReason, Request, problem
+from isojax.sampler.scheduler import Copies, Plan, Scheduler
+from isojax.sampler.text import Detokenize, StopWatch
+
+
+class Runs(Protocol):
+    """What the engine needs of an executor; see `executor.Executor`."""
+
+    params: Any
+    compiles: int
+
+    def step(self, bucket: Bucket, ranks: Sequence[StepInputs]) -> Sampled: ...
+    def copy(self, ranks: Sequence[Copies]) -> None: ...
+    def release(self) -> None: ...
+
+
+class Finished(NamedTuple):
+    """A completion, and which it is: sample `sample` of request `request`."""
+
+    request: int
+    sample: int
+    completion: Completion
+
+
+@dataclasses.dataclass(frozen=True)
+class Counts:
+    """What an engine has done so far.
+
+    tokens: generated. steps: calls. preemptions: sequences that had to start again for want of
+    pages. compiles: programs compiled; constant once every bucket in use has been met.
+    """
+
+    tokens: int = 0
+    steps: int = 0
+    preemptions: int = 0
+    compiles: int = 0
+
+
+class Engine:
+    """Continuous batching over a paged cache.
+
+    On several processes each makes the same engine and the same calls, and gets all completions.
+    """
+
+    def __init__(
+        self,
+        executor: Runs,
+        config: EngineConfig,
+        *,
+        vocab_size: int,
+        chunk: int,
+        ranks: int = 1,
+        eos_ids: Sequence[int] = (),
+        detokenize: Detokenize | None = None,
+        weights_version: int = 0,
+        contract_digest: str = "",
+    ) -> None:
+        """See `create`. ranks: data ranks. chunk: tokens of a page."""
+        self._executor, self._config = executor, config
+        self._vocab_size, self._chunk = vocab_size, chunk
+        self._eos_ids, self._detokenize = frozenset(eos_ids), detokenize
+        self._version, self._digest = weights_version, contract_digest
+        self._buckets = buckets(config, chunk)
+        slots, pages = config.max_sequences, config.pool(chunk)
+        self._scheduler = Scheduler(ranks, pages, slots, chunk, config.prefill_budget(chunk))
+        width = config.table_width(chunk)
+        self._lanes = [Lanes(slots, config.max_model_len, width) for _ in range(ranks)]
+        self._watches: dict[tuple[int, int], StopWatch] = {}
+        self._active = False
+        self._tokens = self._steps = 0
+
+    @classmethod
+    def create(
+        cls,
+        params: Any,
+        *,
+        model: ModelConfig,
+        policy: Policy,
+        layout: Layout,
+        mesh: Mesh,
+        config: EngineConfig,
+        detokenize: Detokenize | None = None,
+        weights_version: int = 0,
+        contract_digest: str = "",
+    ) -> "Engine":
+        """An engine on a mesh.
+
+        params: global arrays on `mesh`, held by reference. detokenize: token ids -> text, for stop
+        strings. weights_version, contract_digest: noted in every completion.
+        """
+        executor = Executor(
+            params,
+            model=model,
+            policy=policy,
+            layout=layout,
+            mesh=mesh,
+            pages=config.pool(policy.chunk),
+            slots=config.max_sequences,
+        )
+        return cls(
+            executor,
+            config,
+            vocab_size=model.vocab_size,
+            chunk=policy.chunk,
+            ranks=layout.data,
+            eos_ids=model.eos_token_ids,
+            detokenize=detokenize,
+            weights_version=weights_version,
+            contract_digest=contract_digest,
+        )
+
+    @property
+    def counts(self) -> Counts:
+        return Counts(
+            self._tokens, self._steps, self._scheduler.preemptions, self._executor.compiles
+        )
+
+    def update_params(self, params: Any, version: int) -> None:
+        """Sample with other weights (same shapes, dtypes and shardings) from now on.
+
+        Nothing cached outlives `stream`, so no key, value or state of the old weights is ever read.
+
+        Raises:
+          RuntimeError: while `stream` is running.
+        """
+        if self._active:
+            raise RuntimeError("weights cannot change while requests are being served")
+        self._executor.params, self._version = params, version
+
+    def release_cache(self) -> None:
+        """Free the memory of the cache until the next request.
+
+        Raises:
+          RuntimeError: while `stream` is running.
+        """
+        if self._active:
+            raise RuntimeError("the cache is in use while requests are being served")
+        self._executor.release()
+
+    def generate(self, requests: Sequence[Request]) -> list[list[Completion]]:
+        """For each request, in order, its n completions, in order."""
+        done = {(r, s): completion for r, s, completion in self.stream(requests)}
+        return [
+            [done[r, s] for s in range(samples_of(request))] for r, request in enumerate(requests)
+        ]
+
+    def stream(self, requests: Sequence[Request]) -> Iterator[Finished]:
+        """Completions as they finish. To stop early, close the iterator.
+
+        Raises:
+          RuntimeError: if another `stream` of this engine is running.
+        """
+        if self._active:
+            raise RuntimeError("this engine is serving requests already")
+        self._active = True
+        try:
+            for number, request in enumerate(requests):
+                error = self._refusal(request)
+                if error is None:
+                    self._submit(number, request)
+                else:
+                    for sample in range(samples_of(request)):
+                        yield Finished(number, sample, self._failed(error))
+            while self._scheduler.busy:
+                yield from self._step()
+        finally:
+            self._scheduler.clear()
+            self._watches.clear()
+            self._active = False
+
+    def _refusal(self, request: Request) -> str | None:
+        error = problem(request, self._vocab_size, self._config.max_model_len)
+        if error is None and request.stop and self._detokenize is None:
+            error = "stop strings need an engine with a detokenizer"
+        if error is None:
+            # the last token is never cached
+            pages = -(-(self._limit(request) - 1) // self._chunk)
+            if pages > self._config.pool(self._chunk):
+                error = (
+                    f"prompt and response may need {pages} pages of {self._chunk} tokens, "
+                    f"the pool has {self._config.pool(self._chunk)}"
+                )
+        return error
+
+    def _limit(self, request: Request) -> int:
+        return min(len(request.prompt_ids) + request.max_tokens, self._config.max_model_len)
+
+    def _submit(self, number: int, request: Request) -> None:
+        prompt = [int(token) for token in request.prompt_ids]
+        limit = self._limit(request)
+        samples = []
+        for i in range(request.n):
+            key = sample_key(int(request.seed), i)
+            samples.append(scheduler.Sequence((number, i), request, list(prompt), limit, key))
+            if request.stop and self._detokenize is not None:
+                self._watches[number, i] = StopWatch(request.stop, self._detokenize)
+        self._scheduler.add(samples)
+
+    def _step(self) -> Iterator[Finished]:
+        """Run one call; yields what it finished."""
+        plans = self._scheduler.plan()
+        bucket = self._bucket(plans)
+        if any(plan.copies.slots for plan in plans):
+            self._executor.copy([plan.copies for plan in plans])
+        inputs = [
+            lay_out(lanes, plan.work, bucket, self._chunk)
+            for lanes, plan in zip(self._lanes, plans, strict=True)
+        ]
+        sampled = self._executor.step(bucket, inputs)
+        self._steps += 1
+        for rank, plan in enumerate(plans):
+            drawn = zip(
+                plan.work,
+                sampled.tokens[rank].tolist(),
+                sampled.logprobs[rank].tolist(),
+                sampled.thresholds[rank].tolist(),
+                strict=False,  # the bucket may be larger than the plan
+            )
+            for (seq, count), token, logprob, threshold in drawn:
+                seq.cached += count
+                if seq.missing or seq.children:
+                    continue
+                completion = self._append(seq, token, logprob, threshold)
+                if completion is not None:
+                    self._scheduler.ranks[rank].release(seq)
+                    yield Finished(*seq.order, completion)
+
+    def _bucket(self, plans: Sequence[Plan]) -> Bucket:
+        """The cheapest shape that holds every rank's plan."""
+        tokens = max(plan.tokens for plan in plans)
+        single = all(plan.single for plan in plans)
+        return next(b for b in self._buckets if b.tokens >= tokens and (single or b.piece_rows > 1))
+
+    def _append(
+        self, seq: scheduler.Sequence, token: int, logprob: float, threshold: float
+    ) -> Completion | None:
+        """Add a sampled token; the completion if it was the last."""
+        if not np.isfinite(logprob):
+            error = f"logits at position {seq.cached} are not finite"
+            return self._completion(seq, "error", error=error)
+        seq.tokens.append(token)
+        seq.logprobs.append(logprob)
+        seq.thresholds.append(threshold)
+        self._tokens += 1
+        request = seq.request
+        if token in request.stop_ids or (token in self._eos_ids and not request.ignore_eos):
+            return self._completion(seq, "stop", stop=token)
+        if request.stop and (stop := self._watches[seq.order].push(token)) is not None:
+            return self._completion(seq, "stop", stop=stop)
+        return self._completion(seq, "length") if len(seq.tokens) == seq.limit else None
+
+    def _completion(
+        self,
+        seq: scheduler.Sequence,
+        reason: FinishReason,
+        stop: int | str | None = None,
+        error: str | None = None,
+    ) -> Completion:
+        response = seq.tokens[len(seq.request.prompt_ids) :]
+        return Completion(
+            np.asarray(response, np.int32),
+            np.asarray(seq.logprobs, np.float32),
+            np.asarray(seq.thresholds, np.float32),
+            reason,
+            stop,
+            error,
+            self._version,
+            self._digest,
+        )
+
+    def _failed(self, error: str) -> Completion:
+        empty = np.zeros(0, np.float32)
+        return Completion(
+            np.zeros(0, np.int32),
+            empty,
+            empty,
+            "error",
+            error=error,
+            weights_version=self._version,
+            contract_digest=self._digest,
+        )
+
+
+def samples_of(request: Request) -> int:
+    """Completions that a request gets; one, an error, if its n makes no sense."""
+    n = request.n
+    return n if isinstance(n, int) and n > 0 else 1

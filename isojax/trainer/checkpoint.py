@@ -1,0 +1,73 @@
+"""Checkpoints of a run: written whole or not at all, resumable on another mesh.
+
+The float32 master weights and the optimizer state are stored in their global shape. Weights in
+their own dtype are one cast away and are not stored. Beside them lies a JSON object with everything
+else that a run needs to go on.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+
+from isojax.trainer.step import Trainer, TrainState
+
+
+class Checkpoints:
+    """The checkpoints of one run folder, newest last.
+
+    keep: how many are kept. Saving runs in the background; `close` waits for it.
+    """
+
+    def __init__(self, folder: Path, trainer: Trainer, *, keep: int = 2) -> None:
+        self._trainer = trainer
+        options = ocp.CheckpointManagerOptions(max_to_keep=keep, cleanup_tmp_directories=True)
+        self._manager = ocp.CheckpointManager(folder.absolute(), options=options)
+
+    def save(self, step: int, state: TrainState, position: dict[str, Any]) -> None:
+        """Save after `step` steps; `position` is a JSON object. One that exists is kept."""
+        if step in self._manager.all_steps():
+            return
+        args = ocp.args.Composite(
+            state=ocp.args.StandardSave((state.master, state.optimizer)),
+            position=ocp.args.JsonSave(position),
+        )
+        self._manager.save(step, args=args)
+        if jax.default_backend() == "cpu":
+            # the writer reads a CPU array in place, and the next update would overwrite it
+            self._manager.wait_until_finished()
+
+    def latest(self) -> int | None:
+        """The newest step saved, or None."""
+        return self._manager.latest_step()
+
+    def position(self, step: int | None = None) -> dict[str, Any]:
+        """The JSON object saved with a step (default: the newest).
+
+        Raises:
+          FileNotFoundError: if there is no checkpoint.
+        """
+        args = ocp.args.Composite(position=ocp.args.JsonRestore())
+        return self._manager.restore(self._existing(step), args=args)["position"]
+
+    def restore(self, step: int | None = None) -> TrainState:
+        """The state saved with a step (default: the newest), placed on the trainer's mesh.
+
+        Raises:
+          FileNotFoundError: if there is no checkpoint.
+          ValueError: if it is one of another model.
+        """
+        args = ocp.args.Composite(state=ocp.args.StandardRestore(self._trainer.abstract_state()))
+        found = self._manager.restore(self._existing(step), args=args)["state"]
+        return self._trainer.from_master(*found)
+
+    def close(self) -> None:
+        """Wait for what is being written."""
+        self._manager.close()
+
+    def _existing(self, step: int | None) -> int:
+        step = self.latest() if step is None else step
+        if step is None or step not in self._manager.all_steps():
+            raise FileNotFoundError(f"no checkpoint of step {step} in {self._manager.directory}")
+        return step
