@@ -236,7 +236,7 @@ def bench_matmul(full: bool) -> None:
 
         tiles = fitting(LEAF_TILES if leaves > 1 else TILES, leaves)
         if not full:
-            tiles = {"table": matmul_tile(m, k, n, leaves, dtype)}
+            tiles = {"table": matmul_tile(m, k, n, leaves)}
         functions = {"xla dot": peer}
         for name, tile in tiles.items():
             functions[name] = lambda a, b, tile=tile, leaves=leaves, ta=ta, tb=tb, dtype=dtype: (
@@ -256,7 +256,7 @@ def bench_decode(full: bool) -> None:
 
             tiles = fitting(small_tiles(m, leaves), leaves)
             if not full:
-                tiles = {"table": matmul_tile(m, k, n, leaves, BF16)}
+                tiles = {"table": matmul_tile(m, k, n, leaves)}
             functions = {"xla dot": jnp.dot}
             for name, tile in tiles.items():
                 functions[name] = functools.partial(matmul, leaves=leaves, tile=tile)

@@ -52,8 +52,8 @@ def matmul(
       [M, N] of `out_dtype`.
 
     Raises:
-      ValueError: for other dtypes, mismatched shapes, or leaves that are not a power of two or do
-        not divide K.
+      ValueError: for other dtypes, mismatched shapes, leaves that are not a power of two or do not
+        divide K, or a swapped tile for a transposed `a`.
     """
     lhs, rhs = (a, b) if isinstance(a, tuple) else ((a,), (b,))
     m, n = lhs[0].shape[transpose_a], rhs[0].shape[not transpose_b]
@@ -69,7 +69,10 @@ def matmul(
         core.check_leaves(k, leaves)
         contractions.append(k)
     if tile is None:
-        tile = matmul_tile(m, sum(contractions), n, leaves, out_dtype)
+        # Few rows of a transposed operand are too narrow for a swizzled line.
+        tile = matmul_tile(max(m, 128) if transpose_a else m, sum(contractions), n, leaves)
+    if tile.swap and transpose_a:
+        raise ValueError("a transposed `a` cannot be swapped")
     lhs, rhs = (
         tuple(core.whole_lines(core.whole_leaves(x, axis, leaves)) for x in xs)
         for xs, axis in ((lhs, int(not transpose_a)), (rhs, int(transpose_b)))

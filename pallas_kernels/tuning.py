@@ -6,8 +6,6 @@ device; a shape that it does not hold falls back to the rules below.
 
 import dataclasses
 
-import jax
-
 
 @dataclasses.dataclass(frozen=True)
 class MatmulTile:
@@ -39,9 +37,9 @@ class MatmulTile:
     leaf_groups: int = 1
 
 
-def matmul_tile(m: int, k: int, n: int, leaves: int, out_dtype: jax.typing.DTypeLike) -> MatmulTile:
+def matmul_tile(m: int, k: int, n: int, leaves: int) -> MatmulTile:
     """The tile for an [m, k] by [k, n] product in `leaves` leaves."""
-    del k, out_dtype
+    del k
     if m <= 64:
         cols = max(8, m + -m % 8)
         return MatmulTile(rows=64, cols=cols, warpgroups=1, stages=12, swap=True)
