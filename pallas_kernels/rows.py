@@ -1,10 +1,10 @@
 """Row kernels for Hopper: elementwise arithmetic and reductions over the last axis.
 
-A row up to 2048 wide lies in one warp, a wider one in a warpgroup; a warpgroup takes a few rows at
-a time. A reduction over a row adds the elements of a thread in order and the threads by shuffles:
-the order depends on the width alone, not on the row's place or on how many rows there are. Rows
-beyond the last whole block are covered by moving the last block back: a row that is computed twice
-gets the same bits twice.
+A narrow row lies in one warp, a wide one in a warpgroup; a warpgroup takes a few rows at a time. A
+reduction over a row adds the elements of a thread in order and the threads by shuffles: its order
+depends on the op and the width, not on the row's place or on how many rows there are. Rows beyond
+the last whole block are covered by moving the last block back: a row that is computed twice gets
+the same bits twice.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,7 +16,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.mosaic.gpu import fragmented_array
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-WARP_WIDTH = 2048  # the widest row that one warp holds in its registers
 LANES, WARPS = 32, 4
 
 
@@ -53,17 +52,18 @@ def row_kernel(
       shared: arrays [W], the same for every row.
       outs: width (None for a scalar a row) and dtype of the results.
       name: the kernel's name.
-      elements: elements of a row array that a thread holds at a time, if the width allows.
+      elements: elements of a row array that a thread holds at a time; a row that is wider than a
+        warp of such threads goes to a warpgroup.
 
     Returns:
       The results, [R, width] or [R].
 
     Raises:
-      ValueError: if W is not a multiple of 32 (of 128 above 2048).
+      ValueError: if W is not a multiple of 32 (of 128 over a warpgroup).
     """
     count = rows[0].shape[0]
     width = next(x.shape[1] for x in rows if x.ndim == 2)
-    warps = 1 if width <= WARP_WIDTH else WARPS
+    warps = 1 if width <= LANES * elements else WARPS
     step = WARPS // warps
     layout = row_layout(width, warps)
     padded = max(count, step)

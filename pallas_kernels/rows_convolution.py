@@ -6,6 +6,7 @@ Where a tap's input lies is given as integers: a row of `x`, a row of the cached
 (before the sequence: zero). Arithmetic is float32 with one rounding of a result.
 """
 
+import functools
 from collections.abc import Sequence
 
 import jax
@@ -18,12 +19,12 @@ from pallas_kernels.rows import sigmoid
 from pallas_kernels.rows_token_sum import BLOCK, combine_blocks
 
 NOWHERE = -1  # no input: zero
-_VECTOR = 8
+_VECTOR = 4
 
 
 def _slab(channels: int) -> int:
-    """Channels of a step, up to 8 a thread."""
-    size = next((128 * v for v in (_VECTOR, 4, 2, 1) if channels % (128 * v) == 0), None)
+    """Channels of a step, up to 4 a thread."""
+    size = next((128 * v for v in (_VECTOR, 2, 1) if channels % (128 * v) == 0), None)
     if size is None:
         raise ValueError(f"{channels} channels are not a multiple of 128")
     return size
@@ -60,38 +61,52 @@ def convolution(x: jax.Array, w: jax.Array, state: jax.Array, source: jax.Array)
     """
     tokens, channels = x.shape
     width, slab = w.shape[1], _slab(channels)
-    per_block = 4
 
     def body(x_gmem, w_gmem, state_gmem, source_gmem, out_gmem):
         span = pl.ds(lax.axis_index("slab") * slab, slab)
-        taps = [w_gmem[j, span].astype(jnp.float32) for j in range(width)]
-        for i in range(per_block):
-            row = lax.axis_index("row") * per_block + i
+        taps = _taps(w_gmem, span, width)
+        for i in range(_ROWS):
+            row = lax.axis_index("row") * _ROWS + i
 
             @pl.when(row < tokens)
             def _row(row=row):
-                window = [
-                    _read(x_gmem, state_gmem, source_gmem[row, j], span) for j in range(width)
-                ]
-                z = _halving([a * b for a, b in zip(window, taps, strict=True)])
+                sources = [source_gmem[row, j] for j in range(width)]
+
+                def cached():
+                    return tuple(_read(x_gmem, state_gmem, source, span) for source in sources)
+
+                def here():
+                    return tuple(_row_or_zero(x_gmem, source, span) for source in sources)
+
+                oldest = functools.reduce(lax.min, sources)
+                z = _dot(lax.cond(oldest < NOWHERE, cached, here), taps)
                 out_gmem[row, span] = (z * sigmoid(z)).astype(x.dtype)
 
     return plgpu.kernel(
         body,
         out_type=jax.ShapeDtypeStruct((tokens, channels), x.dtype),
-        grid=(pl.cdiv(tokens, per_block), channels // slab),
+        grid=(pl.cdiv(tokens, _ROWS), channels // slab),
         grid_names=("row", "slab"),
         kernel_name="convolution",
     )(x, w.T, state, source)
 
 
+_ROWS = 8  # rows of a block: they share one load of the weights
+
+
+def _taps(w_gmem, span, width: int) -> list[jax.Array]:
+    return [w_gmem[j, span].astype(jnp.float32) for j in range(width)]
+
+
+def _dot(values, taps) -> jax.Array:
+    return _halving([value * tap for value, tap in zip(values, taps, strict=True)])
+
+
 def _row_or_zero(ref, row, span):
-    """Float32 ref[row, span], or zero if `row` is NOWHERE."""
-    return lax.cond(
-        row == NOWHERE,
-        lambda: jnp.zeros((span.size,), jnp.float32),
-        lambda: ref[lax.max(row, 0), span].astype(jnp.float32),
-    )
+    """Float32 ref[row, span], or zero if `row` is NOWHERE; without a branch, so loads overlap."""
+    value = ref[lax.max(row, 0), span].astype(jnp.float32)
+    nowhere = lax.broadcast(row, (span.size,)) == NOWHERE
+    return jnp.where(nowhere, jnp.zeros_like(value), value)
 
 
 def _read(x_gmem, state_gmem, source, span):
@@ -130,18 +145,23 @@ def convolution_backward(
 
     def slopes(x_gmem, w_gmem, source_gmem, dy_gmem, d_gmem, dw_gmem):
         block, span = lax.axis_index("block"), pl.ds(lax.axis_index("slab") * slab, slab)
-        taps = [w_gmem[j, span].astype(jnp.float32) for j in range(width)]
+        taps = _taps(w_gmem, span, width)
 
-        def add_row(i, sums):
-            row = block * BLOCK + i
-            window = [_row_or_zero(x_gmem, source_gmem[row, j], span) for j in range(width)]
-            z = _halving([a * b for a, b in zip(window, taps, strict=True)])
-            d = dy_gmem[row, span].astype(jnp.float32) * _silu_slope(z, sigmoid(z))
-            d_gmem[row, span] = d
-            return tuple(total + d * value for total, value in zip(sums, window, strict=True))
+        def add_rows(i, sums):
+            rows = [block * BLOCK + i * _ROWS + j for j in range(_ROWS)]
+            windows = [
+                [_row_or_zero(x_gmem, source_gmem[row, j], span) for j in range(width)]
+                for row in rows
+            ]
+            for row, window in zip(rows, windows, strict=True):
+                z = _dot(window, taps)
+                d = dy_gmem[row, span].astype(jnp.float32) * _silu_slope(z, sigmoid(z))
+                d_gmem[row, span] = d
+                sums = tuple(total + d * value for total, value in zip(sums, window, strict=True))
+            return sums
 
         zero = jnp.zeros((slab,), jnp.float32)
-        sums = lax.fori_loop(0, BLOCK, add_row, (zero,) * width)
+        sums = lax.fori_loop(0, BLOCK // _ROWS, add_rows, (zero,) * width)
         for j, total in enumerate(sums):
             dw_gmem[block, j, span] = total
 
@@ -157,17 +177,17 @@ def convolution_backward(
     )(x, w.T, source, dy)
 
     def inputs(d_gmem, w_gmem, follower_gmem, dx_gmem):
-        row, span = lax.axis_index("row"), pl.ds(lax.axis_index("slab") * slab, slab)
-        terms = [
-            _row_or_zero(d_gmem, follower_gmem[row, j], span) * w_gmem[j, span].astype(jnp.float32)
-            for j in range(width)
-        ]
-        dx_gmem[row, span] = _halving(terms).astype(x.dtype)
+        span = pl.ds(lax.axis_index("slab") * slab, slab)
+        taps = _taps(w_gmem, span, width)
+        for i in range(_ROWS):
+            row = lax.axis_index("row") * _ROWS + i
+            later = [_row_or_zero(d_gmem, follower_gmem[row, j], span) for j in range(width)]
+            dx_gmem[row, span] = _dot(later, taps).astype(x.dtype)
 
     dx = plgpu.kernel(
         inputs,
         out_type=jax.ShapeDtypeStruct((tokens, channels), x.dtype),
-        grid=(tokens, channels // slab),
+        grid=(tokens // _ROWS, channels // slab),
         grid_names=("row", "slab"),
         kernel_name="convolution_inputs",
     )(d, w.T, follower)
