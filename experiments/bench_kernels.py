@@ -41,7 +41,7 @@ from pallas_kernels.linear_logprob import (
 )
 from pallas_kernels.linear_logprob_backward import linear_logprob_backward
 from pallas_kernels.matmul import matmul
-from pallas_kernels.matmul_core import Holds
+from pallas_kernels.matmul_core import shared_bytes
 from pallas_kernels.rows_convolution import convolution, convolution_backward
 from pallas_kernels.rows_elementwise import (
     add,
@@ -63,7 +63,7 @@ from pallas_kernels.rows_rotary import rotary
 from pallas_kernels.rows_routing import combine_slots, combine_slots_backward
 from pallas_kernels.rows_softmax import softmax, softmax_chosen
 from pallas_kernels.rows_token_sum import token_sum
-from pallas_kernels.tuning import MatmulTile, matmul_tile
+from pallas_kernels.tuning import SHARED_MEMORY, MatmulTile, matmul_tile
 
 BF16, F32 = jnp.bfloat16, jnp.float32
 RESULTS: list[dict] = []
@@ -172,47 +172,35 @@ TILES = {
     "128x128 rows band16": MatmulTile(rows=128, cols=128, minor=0, band=16),
 }
 LEAF_TILES = {
-    "64x128 s6 cols band8": MatmulTile(rows=64, cols=128, stages=6),
-    "64x128 s6 rows band8": MatmulTile(rows=64, cols=128, stages=6, minor=0),
-    "64x128 s6 rows band20": MatmulTile(rows=64, cols=128, stages=6, minor=0, band=20),
-    "64x128 s4 smem": MatmulTile(rows=64, cols=128, smem_holds=1),
-    "64x192 s4": MatmulTile(rows=64, cols=192, stages=4, minor=0),
+    "64x128 cols band8": MatmulTile(rows=64, cols=128, smem_holds=1),
+    "64x128 rows band8": MatmulTile(rows=64, cols=128, smem_holds=1, minor=0),
+    "64x128 s6 L2": MatmulTile(rows=64, cols=128, stages=6),
+    "64x192 s4 L2": MatmulTile(rows=64, cols=192),
 }
 
 
-def small_tiles(m: int, leaves: int) -> dict[str, MatmulTile]:
+def small_tiles(m: int) -> dict[str, MatmulTile]:
     cols = m + -m % 8
-    tiles = {}
     if cols <= 64:
-        for stages in (8, 16):
-            tiles[f"swap 64x{cols} s{stages}"] = MatmulTile(
+        return {
+            f"swap 64x{cols} s{stages}": MatmulTile(
                 rows=64, cols=cols, warpgroups=1, stages=stages, swap=True, smem_holds=1
             )
-        for groups in (2, 4):
-            tiles[f"swap 64x{cols} s12 groups{groups}"] = MatmulTile(
-                rows=64, cols=cols, warpgroups=1, stages=12, swap=True, leaf_groups=groups
-            )
-        return {n: t for n, t in tiles.items() if leaves % t.leaf_groups == 0}
+            for stages in (8, 12, 16)
+        }
     return {
         "64x128 wg1 s8": MatmulTile(64, 128, warpgroups=1, stages=8),
         "64x64 wg1 s12": MatmulTile(64, 64, warpgroups=1, stages=12),
         "64x256 wg2": MatmulTile(64, 256),
-        "64x128 wg2": MatmulTile(64, 128, stages=6),
+        "64x128 wg2 s6": MatmulTile(64, 128, stages=6),
         "swap 64x256 wg1": MatmulTile(64, 256, warpgroups=1, slots=1, swap=True),
-        "swap 64x256 wg2": MatmulTile(64, 256, stages=3, slots=1, swap=True),
     }
 
 
 def fitting(tiles: dict[str, MatmulTile], leaves: int) -> dict[str, MatmulTile]:
     """The tiles whose shared memory a block can have."""
 
-    def fits(t):
-        stages = (t.rows * t.warpgroups + t.cols) * 128 * t.stages
-        holds = t.warpgroups * Holds.of(leaves, t).in_smem + t.leaf_groups - 1
-        out = t.warpgroups * t.slots * (t.cols * 256 if t.swap else 64 * 128)
-        return stages + t.rows * t.cols * 4 * holds + out <= 226 * 1024
-
-    return {name: t for name, t in tiles.items() if fits(t)}
+    return {n: t for n, t in tiles.items() if shared_bytes(t, leaves, F32) <= SHARED_MEMORY}
 
 
 def bench_matmul(full: bool) -> None:
@@ -236,7 +224,7 @@ def bench_matmul(full: bool) -> None:
 
         tiles = fitting(LEAF_TILES if leaves > 1 else TILES, leaves)
         if not full:
-            tiles = {"table": matmul_tile(m, k, n, leaves)}
+            tiles = {"table": matmul_tile(m, n, leaves)}
         functions = {"xla dot": peer}
         for name, tile in tiles.items():
             functions[name] = lambda a, b, tile=tile, leaves=leaves, ta=ta, tb=tb, dtype=dtype: (
@@ -254,9 +242,9 @@ def bench_decode(full: bool) -> None:
         for m in (1, 16, 64, 256):
             x = normal(99, m, k)
 
-            tiles = fitting(small_tiles(m, leaves), leaves)
+            tiles = fitting(small_tiles(m), leaves)
             if not full:
-                tiles = {"table": matmul_tile(m, k, n, leaves)}
+                tiles = {"table": matmul_tile(m, n, leaves)}
             functions = {"xla dot": jnp.dot}
             for name, tile in tiles.items():
                 functions[name] = functools.partial(matmul, leaves=leaves, tile=tile)
@@ -512,7 +500,7 @@ def exact_matmul(full: bool) -> None:
         checks.add(f"matmul G{leaves} bf16 M=16", bf16, (x[:16], w), whole[:16].astype(BF16))
         for m, tiles in [
             (1000, TILES if leaves == 1 else LEAF_TILES),
-            *((m, small_tiles(m, leaves)) for m in (1, 64, 256)),
+            *((m, small_tiles(m)) for m in (1, 64, 256)),
         ]:
             for name, tile in fitting(tiles, leaves).items():
                 tiled = functools.partial(product, tile=tile)

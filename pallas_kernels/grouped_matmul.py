@@ -56,7 +56,7 @@ def grouped_matmul(
     _check(xs, ws, transpose_w)
     n = ws[0].shape[1] if transpose_w else ws[0].shape[2]
     if tile is None:
-        tile = grouped_matmul_tile(xs[0].shape[0], ws[0].shape[0], xs[0].shape[1], n)
+        tile = grouped_matmul_tile(xs[0].shape[0], ws[0].shape[0], xs[0].shape[1])
     (out,) = _grouped(xs, ws, starts, sizes, n, 1, transpose_w, out_dtype, 1, None, tile)
     return out
 
@@ -87,7 +87,7 @@ def grouped_swiglu(
     _check((x, x), (gate, up), False)
     n = gate.shape[2]
     if tile is None:
-        tile = grouped_swiglu_tile(x.shape[0], gate.shape[0], x.shape[1], n)
+        tile = grouped_swiglu_tile(x.shape[0], gate.shape[0])
 
     def epilogue(products, *_):
         g, u = products
@@ -136,7 +136,7 @@ def grouped_swiglu_backward(
     # The last tile reads whole chunks of it, beyond the last row.
     d_hidden = _grouped(
         *((dy,), (down,), starts, sizes, n, 1, True, jnp.float32, 1, None),
-        grouped_matmul_tile(rows, gate.shape[0], dy.shape[1], n),
+        grouped_matmul_tile(rows, gate.shape[0], dy.shape[1]),
         out_rows=rows + tile.rows * tile.warpgroups,
     )
 

@@ -99,19 +99,13 @@ class Ring:
         lax.fori_loop(0, steps, body, None)
 
     def consume(
-        self,
-        step: jax.Array,
-        steps: int | jax.Array,
-        accumulators,
-        multiply: Callable,
-        stride: int = 1,
+        self, step: jax.Array, steps: int | jax.Array, accumulators, multiply: Callable
     ) -> tuple[tuple[jax.Array, ...], jax.Array]:
-        """Accumulate `steps` stages from zero: `step`, `step + stride`, ...
+        """Accumulate `steps` stages from zero.
 
         Args:
-          step: the first stage.
+          step: stages consumed so far.
           steps: stages of this accumulation, at least one.
-          stride: distance of its stages; the others between are other warpgroups'.
           accumulators: shapes (rows, columns) of the float32 accumulators.
           multiply: `multiply(k, slot, *accumulator_refs)` issues the `wgmma` of the k-th stage.
 
@@ -129,13 +123,13 @@ class Ring:
                 issue(k, step)
                 # All but the newest groups are done, so the stage before this one may be refilled.
                 plgpu.wgmma_wait(len(refs))
-                plgpu.barrier_arrive(self.empty.at[self.slot(step - stride)])
-                return step + stride
+                plgpu.barrier_arrive(self.empty.at[self.slot(step - 1)])
+                return step + 1
 
             issue(jnp.int32(0), step)
-            last = lax.fori_loop(1, steps, body, step + stride)
+            last = lax.fori_loop(1, steps, body, step + 1)
             values = tuple(ref[...] for ref in refs)
-            plgpu.barrier_arrive(self.empty.at[self.slot(last - stride)])
+            plgpu.barrier_arrive(self.empty.at[self.slot(last - 1)])
             return (*values, last)
 
         *values, step = pl.run_scoped(scope, *(plgpu.ACC(shape) for shape in accumulators))
@@ -168,9 +162,9 @@ REGISTERS = 64  # of a thread, for small tiles that all wait in registers; a lar
 class Holds:
     """Where the waiting sums of `leaf_tree` lie: small ones in registers, then shared memory, L2.
 
-    A tile of 64 x 128 leaves registers for one waiting sum beside its accumulator. A greater half
-    waits seldom: writing it to device memory adds little to the traffic that the ring has anyway,
-    and more stages of the ring are worth more than keeping it in shared memory.
+    A tile of 64 x 128 leaves registers for one waiting sum beside its accumulator, and shared
+    memory for one more beside the ring (`tile.smem_holds`). The greatest waits once a tile and goes
+    to device memory.
     """
 
     tile: MatmulTile
@@ -188,8 +182,7 @@ class Holds:
 
     @property
     def _shape(self) -> tuple[int, int, int]:
-        consumers = max(self.tile.warpgroups, self.tile.leaf_groups)
-        return (consumers, self.tile.rows, self.tile.cols)
+        return (self.tile.warpgroups, self.tile.rows, self.tile.cols)
 
     def smem(self) -> dict:
         """The shared memory allocation, if any."""
@@ -209,46 +202,14 @@ class Holds:
         ]
 
 
-def group_buffers(tile: MatmulTile, groups: int) -> dict:
-    """Shared memory for `join_groups`."""
-    if groups == 1:
-        return {}
-    return {
-        "joined": swizzled((groups - 1, tile.rows, tile.cols), jnp.float32),
-        "given": plgpu.Barrier(num_arrivals=groups - 1),
-        "taken": plgpu.Barrier(num_arrivals=1),
-    }
-
-
-def join_groups(acc, wg, groups: int, smem: dict, finish: Callable) -> None:
-    """Finish the leaf tree over warpgroups that summed a subtree each; the first one goes on.
-
-    Args:
-      acc: this warpgroup's subtree.
-      wg: this warpgroup, below `groups`.
-      groups: a power of two.
-      smem: with `group_buffers`.
-      finish: called with the whole sum, in warpgroup 0 alone.
-    """
-
-    @pl.when(wg > 0)
-    def _give():
-        smem["joined"][wg - 1] = acc
-        plgpu.barrier_arrive(smem["given"])
-        plgpu.barrier_wait(smem["taken"])
-
-    @pl.when(wg == 0)
-    def _take():
-        plgpu.barrier_wait(smem["given"])
-        index = iter(range(groups))
-
-        def subtree():
-            i = next(index)
-            return acc if i == 0 else plgpu.layout_cast(smem["joined"][i - 1], plgpu.Layout.WGMMA)
-
-        total = leaf_tree(subtree, groups)
-        plgpu.barrier_arrive(smem["taken"])
-        finish(total)
+def shared_bytes(tile: MatmulTile, leaves: int, out_dtype: jax.typing.DTypeLike) -> int:
+    """Shared memory that a dense product's ring, waiting sums and outgoing tiles take."""
+    dtype = jnp.dtype(out_dtype)
+    stage = (tile.rows * tile.warpgroups + tile.cols) * TILE_K * 2
+    hold = tile.warpgroups * tile.rows * tile.cols * 4 * Holds.of(leaves, tile).in_smem
+    r, c = _chunk(tile.rows, tile.cols, dtype, tile.swap)
+    slots = min(tile.slots, (tile.rows // r) * (tile.cols // c))
+    return stage * tile.stages + hold + tile.warpgroups * slots * r * c * dtype.itemsize
 
 
 def check_leaves(contraction: int, leaves: int) -> None:

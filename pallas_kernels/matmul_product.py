@@ -56,17 +56,12 @@ def product(
     Returns:
       The outputs.
     """
-    groups = tile.leaf_groups
-    if leaves % groups or tile.stages % groups or (groups > 1 and tile.warpgroups > 1):
-        raise ValueError(f"{tile} does not share {leaves} leaves")
-    consumers = max(tile.warpgroups, groups)
     cta_rows = tile.rows * tile.warpgroups
     row_tiles = pl.cdiv(rows, cta_rows)
     tiles = row_tiles * col_tiles
     phase_steps = [pl.cdiv(k // leaves, core.TILE_K) for k in contractions]
     phases = len(phase_steps)
-    own_leaves = leaves // groups
-    holds = core.Holds.of(own_leaves, tile)
+    holds = core.Holds.of(leaves, tile)
     ctas = min(core.sm_count(), tiles)
 
     def body(*refs, smem):
@@ -87,7 +82,7 @@ def product(
             count = lax.div(tiles - cta + ctas - 1, jnp.int32(ctas))
             return lax.fori_loop(0, count, at, jnp.int32(0))
 
-        @pl.when(wg == consumers)
+        @pl.when(wg == tile.warpgroups)
         def _producer():
             core.producer_registers(tile.warpgroups)
 
@@ -95,9 +90,7 @@ def product(
                 row_span, col_span = pl.ds(row, cta_rows), pl.ds(col_of(col_tile), tile.cols)
 
                 def issue(i, slot, barrier, leaf, phase):
-                    # Leaf groups take turns: stage i is the next one of group i mod groups.
-                    group, i = lax.rem(i, jnp.int32(groups)), lax.div(i, jnp.int32(groups))
-                    first = (group * own_leaves + leaf) * phase_steps[phase]
+                    first = leaf * phase_steps[phase]
                     ks = pl.ds((first + i) * core.TILE_K, core.TILE_K)
                     for gmem, stage, span, k_major in (
                         (lhs_gmem[phase], smem["lhs"], row_span, lhs_transposed),
@@ -109,18 +102,17 @@ def product(
                 def load_leaf(leaf, step):
                     for phase, steps in enumerate(phase_steps):
                         fill = functools.partial(issue, leaf=leaf, phase=phase)
-                        step = ring.produce(step, steps * groups, fill)
+                        step = ring.produce(step, steps, fill)
                     return step
 
-                return lax.fori_loop(0, own_leaves, load_leaf, step)
+                return lax.fori_loop(0, leaves, load_leaf, step)
 
             ring.drain(for_each_tile(load))
 
-        @pl.when(wg < consumers)
+        @pl.when(wg < tile.warpgroups)
         def _consumer():
             core.consumer_registers(tile.warpgroups)
-            place = jnp.int32(0) if groups > 1 else wg
-            own = pl.ds(place * tile.rows, tile.rows)
+            own = pl.ds(wg * tile.rows, tile.rows)
 
             def multiply(_, slot, acc):
                 a = smem["lhs"].at[slot]
@@ -129,27 +121,16 @@ def product(
                 plgpu.wgmma(acc, a, b.T if rhs_transposed else b)
 
             def compute(row, col_tile, step):
-                at = step + wg if groups > 1 else step
-
                 def leaf():
-                    nonlocal at
-                    (value,), at = ring.consume(
-                        at, sum(phase_steps), ((tile.rows, tile.cols),), multiply, groups
+                    nonlocal step
+                    (value,), step = ring.consume(
+                        step, sum(phase_steps), ((tile.rows, tile.cols),), multiply
                     )
                     return value
 
-                acc = core.leaf_tree(leaf, own_leaves, holds.refs(smem, scratch, cta, wg))
-
-                def finish(acc):
-                    epilogue(
-                        acc, row + place * tile.rows, col_tile, place, extra_gmem, out_gmem, smem
-                    )
-
-                if groups > 1:
-                    core.join_groups(acc, wg, groups, smem, finish)
-                else:
-                    finish(acc)
-                return step + sum(phase_steps) * leaves
+                acc = core.leaf_tree(leaf, leaves, holds.refs(smem, scratch, cta, wg))
+                epilogue(acc, row + wg * tile.rows, col_tile, wg, extra_gmem, out_gmem, smem)
+                return step
 
             for_each_tile(compute)
             plgpu.wait_smem_to_gmem(0)
@@ -157,16 +138,14 @@ def product(
     stages = {
         "lhs": _stages(tile.stages, cta_rows, lhs_transposed),
         "rhs": _stages(tile.stages, tile.cols, not rhs_transposed),
-        # A stage is one group's, or all consumers'.
-        **core.Ring.barriers(tile.stages, copies=2, consumers=consumers // groups),
-        **core.group_buffers(tile, groups),
+        **core.Ring.barriers(tile.stages, copies=2, consumers=tile.warpgroups),
     }
     outs = core.launch(
         body,
         [*out_type, *holds.scratch(ctas)],
         {**stages, **holds.smem(), **smem},
         ctas=ctas,
-        warpgroups=consumers,
+        warpgroups=tile.warpgroups,
         name=name,
     )(*lhs, *rhs, *extras)
     return outs[: len(out_type)]

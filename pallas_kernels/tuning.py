@@ -1,19 +1,18 @@
-"""Tile choices of the matrix kernels, by shape. They are deployment: no entry changes a bit.
-
-`matmul_tiles.json` beside this file is the table that `experiments/bench_kernels.py` writes on a
-device; a shape that it does not hold falls back to the rules below.
-"""
+"""Tile choices of the matrix kernels. They are deployment: no entry changes a bit of a result."""
 
 import dataclasses
+
+from pallas_kernels import tuning_table as table
 
 
 @dataclasses.dataclass(frozen=True)
 class MatmulTile:
-    """One tile of `matmul`, in the roles of `wgmma`: rows by columns, swapped or not.
+    """One tile of a product, in the roles of `wgmma`: rows by columns, swapped or not.
 
     Attributes:
       rows: rows of one consumer warpgroup, a multiple of 64.
-      cols: columns, shared by the warpgroups; a multiple of 8 up to 256.
+      cols: columns, shared by the warpgroups; a multiple of 8 up to 256, and of 64 where the
+        contraction is not the operand's last axis.
       warpgroups: consumer warpgroups, stacked along the rows.
       stages: stages of the ring in shared memory.
       swap: rows are the output's columns (N) and columns its rows (M).
@@ -22,7 +21,6 @@ class MatmulTile:
       slots: parts of a warpgroup's tile that may be on their way out of shared memory at a time.
       smem_holds: sums of leaves that wait in shared memory (`matmul_core.Holds`); greater ones
         wait in device memory.
-      leaf_groups: warpgroups that share a tile's leaves, a subtree each, instead of its rows.
     """
 
     rows: int
@@ -34,43 +32,45 @@ class MatmulTile:
     band: int = 8
     slots: int = 2
     smem_holds: int = 0
-    leaf_groups: int = 1
 
 
-def matmul_tile(m: int, k: int, n: int, leaves: int) -> MatmulTile:
-    """The tile for an [m, k] by [k, n] product in `leaves` leaves."""
-    del k
-    if m <= 64:
-        cols = max(8, m + -m % 8)
-        return MatmulTile(rows=64, cols=cols, warpgroups=1, stages=12, swap=True)
-    if m <= 512 and n <= 8192 or n <= 64:
-        return MatmulTile(rows=64, cols=128, warpgroups=1, stages=8)
-    if leaves > 1:
-        return MatmulTile(rows=64, cols=128, stages=6)
-    return MatmulTile(rows=64, cols=256, minor=0, band=16)
+SHARED_MEMORY = 226 * 1024  # bytes that a block's ring, waiting sums and outgoing tiles may take
 
 
-def grouped_matmul_tile(rows: int, groups: int, k: int, n: int) -> MatmulTile:
-    """The tile of `grouped_matmul`: swapped when groups hold a few rows each."""
-    del k, n
-    if rows <= 32 * groups:
-        return MatmulTile(rows=64, cols=32, stages=6, swap=True)
-    return MatmulTile(rows=64, cols=256)
+def _choose(rows: list[table.Row], **sizes: int) -> dict:
+    for bounds, tile in rows:
+        if all(sizes[name] <= bound for name, bound in bounds.items()):
+            return tile
+    raise ValueError(f"no tile for {sizes}")
 
 
-def grouped_swiglu_tile(rows: int, groups: int, k: int, n: int) -> MatmulTile:
+def matmul_tile(m: int, n: int, leaves: int) -> MatmulTile:
+    """The tile for an [m, K] by [K, n] product in `leaves` leaves."""
+    choice = _choose(table.MATMUL, m=m, n=n, leaves=leaves)
+    if "cols" in choice:
+        return MatmulTile(**choice)
+    cols = max(8, m + -m % 8)
+    waiting = choice["rows"] * cols * 4 * choice["smem_holds"] if leaves > 2 else 0
+    outgoing = 2 * cols * 64 * 4
+    fitting = (SHARED_MEMORY - waiting - outgoing) // ((choice["rows"] + cols) * 128)
+    return MatmulTile(**{**choice, "cols": cols, "stages": min(choice["stages"], fitting)})
+
+
+def grouped_matmul_tile(rows: int, groups: int, k: int) -> MatmulTile:
+    """The tile of `grouped_matmul`: `rows` rows in `groups` groups, contraction `k`."""
+    return MatmulTile(**_choose(table.GROUPED_MATMUL, rows_per_group=rows // groups, k=k))
+
+
+def grouped_swiglu_tile(rows: int, groups: int) -> MatmulTile:
     """The tile of `grouped_swiglu`, of one of its two products."""
-    del k, n
-    if rows <= 32 * groups:
-        return MatmulTile(rows=64, cols=32, stages=5, swap=True)
-    return MatmulTile(rows=64, cols=128, swap=True)
+    return MatmulTile(**_choose(table.GROUPED_SWIGLU, rows_per_group=rows // groups))
 
 
 def grouped_dw_tile(leaves: int) -> MatmulTile:
     """The tile of `grouped_matmul_dw`."""
-    return MatmulTile(rows=64, cols=128, slots=2 if leaves > 4 else 4)
+    return MatmulTile(**_choose(table.GROUPED_DW, leaves=leaves))
 
 
 def logprob_tile() -> MatmulTile:
     """The tile of `linear_logprob` and of its logit gradient."""
-    return MatmulTile(rows=64, cols=256, minor=0, band=16)
+    return MatmulTile(**_choose(table.LINEAR_LOGPROB))

@@ -8,12 +8,11 @@ import pytest
 
 from pallas_kernels import matmul_core as core
 from pallas_kernels.matmul import matmul
-from pallas_kernels.tuning import MatmulTile
+from pallas_kernels.tuning import SHARED_MEMORY, MatmulTile, matmul_tile
 from tests.kernels import BF16, F32, calls_mosaic, error, f64, interpreted, normal, same_bits
 
 PLAIN = MatmulTile(rows=64, cols=64, stages=2)
 SWAPPED = MatmulTile(rows=64, cols=8, stages=4, warpgroups=1, swap=True)
-GROUPS = MatmulTile(rows=64, cols=8, stages=4, warpgroups=1, swap=True, leaf_groups=2)
 
 
 @pytest.mark.parametrize("dtype, bound", [(F32, 1e-6), (BF16, 3e-3)])
@@ -58,9 +57,8 @@ def leaf_sum(a, b, leaves, **options):
         (PLAIN, PLAIN),
         (MatmulTile(rows=64, cols=64, stages=2, smem_holds=1), PLAIN),
         (SWAPPED, SWAPPED),
-        (GROUPS, SWAPPED),
     ],
-    ids=["registers and L2", "shared memory", "swapped", "leaf groups"],
+    ids=["registers and L2", "shared memory", "swapped"],
 )
 def test_leaves_are_products_of_their_own(tile, alone):
     a, b = normal(0, 8, 512), normal(1, 512, 64)
@@ -97,6 +95,13 @@ def test_tree_is_balanced():
         assert str(text) == {1: "0", 2: "(0+1)", 4: "((0+1)+(2+3))"}.get(
             leaves, "(((0+1)+(2+3))+((4+5)+(6+7)))"
         )
+
+
+@pytest.mark.parametrize("leaves", [1, 2, 4, 8])
+@pytest.mark.parametrize("n", [32, 512, 2048, 12288, 248320])
+def test_table_fits_shared_memory(n, leaves):
+    for m in (1, 8, 17, 33, 64, 65, 128, 129, 256, 512, 513, 10240):
+        assert core.shared_bytes(matmul_tile(m, n, leaves), leaves, F32) <= SHARED_MEMORY
 
 
 class Symbol(str):
