@@ -1,6 +1,6 @@
 """Check and time the matrix kernels on a GPU, each beside its peer, and print one line a case.
 
-    python experiments/bench_kernels.py matmul decode grouped logprob exact_matmul [--full]
+    python experiments/bench_kernels.py matmul decode grouped logprob rows exact_leaves [--full]
 
 Times are medians of CUPTI kernel times (sums over the kernels of one call). Calls cycle through
 several copies of the weights where they would otherwise stay in the L2 cache. `--full` tries a list
@@ -172,8 +172,8 @@ TILES = {
     "128x128 rows band16": MatmulTile(rows=128, cols=128, minor=0, band=16),
 }
 LEAF_TILES = {
-    "64x128 cols band8": MatmulTile(rows=64, cols=128, smem_holds=1),
-    "64x128 rows band8": MatmulTile(rows=64, cols=128, smem_holds=1, minor=0),
+    "64x128 s5": MatmulTile(rows=64, cols=128, stages=5, smem_hold=True),
+    "64x128 s4": MatmulTile(rows=64, cols=128, smem_hold=True),
     "64x128 s6 L2": MatmulTile(rows=64, cols=128, stages=6),
     "64x192 s4 L2": MatmulTile(rows=64, cols=192),
 }
@@ -184,7 +184,7 @@ def small_tiles(m: int) -> dict[str, MatmulTile]:
     if cols <= 64:
         return {
             f"swap 64x{cols} s{stages}": MatmulTile(
-                rows=64, cols=cols, warpgroups=1, stages=stages, swap=True, smem_holds=1
+                rows=64, cols=cols, warpgroups=1, stages=stages, swap=True, smem_hold=True
             )
             for stages in (8, 12, 16)
         }
@@ -483,43 +483,40 @@ class Checks:
             report("exact", name, ok=bool(ok))
 
 
-def exact_matmul(full: bool) -> None:
+def exact_matmul(leaves: int) -> None:
     """Rows do not depend on M, place, tile, swap, or on who owns which leaves."""
     k, n, most = 4096, 2048, 10240
     x, w = normal(1, most, k), normal(2, k, n)
+    product = functools.partial(matmul, leaves=leaves, out_dtype=F32)
+    bf16 = functools.partial(product, out_dtype=BF16)
+    whole = jax.jit(product)(x, w)
     checks = Checks()
-    for leaves in (1, 8):
-        product = functools.partial(matmul, leaves=leaves, out_dtype=F32)
-        whole = jax.jit(product)(x, w)
-        for m in (1, 7, 9, 16, 64, 65, 128, 129, 256, 1000, 10239):
-            checks.add(f"matmul G{leaves} M={m}", product, (x[:m], w), whole[:m])
-        order = jax.random.permutation(jax.random.key(3), most)
-        checks.add(f"matmul G{leaves} permuted", product, (x[order], w), whole[order])
-        bf16 = functools.partial(product, out_dtype=BF16)
-        checks.add(f"matmul G{leaves} bf16", bf16, (x, w), whole.astype(BF16))
-        checks.add(f"matmul G{leaves} bf16 M=16", bf16, (x[:16], w), whole[:16].astype(BF16))
-        for m, tiles in [
-            (1000, TILES if leaves == 1 else LEAF_TILES),
-            *((m, small_tiles(m)) for m in (1, 64, 256)),
-        ]:
-            for name, tile in fitting(tiles, leaves).items():
-                tiled = functools.partial(product, tile=tile)
-                checks.add(f"matmul G{leaves} M={m} {name}", tiled, (x[:m], w), whole[:m])
-        nt = functools.partial(product, transpose_b=True)
-        checks.add(f"matmul G{leaves} nt", nt, (x, w.T), whole)
-        checks.add(f"matmul G{leaves} nt M=16", nt, (x[:16], w.T), whole[:16])
-        checks.add(
-            f"matmul G{leaves} tn", functools.partial(product, transpose_a=True), (x.T, w), whole
-        )
-    for ranks in (2, 4, 8):
-        width = k // ranks
+    for m in (1, 9, 64, 65, 129, 256, 1000):
+        checks.add(f"matmul G{leaves} M={m}", product, (x[:m], w), whole[:m])
+    order = jax.random.permutation(jax.random.key(3), most)
+    checks.add(f"matmul G{leaves} permuted", product, (x[order], w), whole[order])
+    checks.add(f"matmul G{leaves} bf16", bf16, (x, w), whole.astype(BF16))
+    checks.add(f"matmul G{leaves} bf16 M=16", bf16, (x[:16], w), whole[:16].astype(BF16))
+    for m, tiles in [
+        (1000, TILES if leaves == 1 else LEAF_TILES),
+        *((m, small_tiles(m)) for m in (16, 64, 256)),
+    ]:
+        for name, tile in fitting(tiles, leaves).items():
+            tiled = functools.partial(product, tile=tile)
+            checks.add(f"matmul G{leaves} M={m} {name}", tiled, (x[:m], w), whole[:m])
+    nt, tn = (functools.partial(product, **{f"transpose_{side}": True}) for side in "ba")
+    checks.add(f"matmul G{leaves} nt", nt, (x, w.T), whole)
+    checks.add(f"matmul G{leaves} nt M=16", nt, (x[:16], w.T), whole[:16])
+    checks.add(f"matmul G{leaves} tn", tn, (x.T, w), whole)
+    for ranks in (2, 4, 8) if leaves == 8 else ():
 
-        def on_ranks(x, w, ranks=ranks, width=width):
+        def on_ranks(x, w, ranks=ranks):
+            width = k // ranks
             parts = [
                 matmul(
                     x[:, i * width : (i + 1) * width],
                     w[i * width : (i + 1) * width],
-                    leaves=8 // ranks,
+                    leaves=leaves // ranks,
                     out_dtype=F32,
                 )
                 for i in range(ranks)
@@ -528,9 +525,16 @@ def exact_matmul(full: bool) -> None:
                 parts = [a + b for a, b in zip(parts[::2], parts[1::2], strict=True)]
             return parts[0]
 
-        for m in (16, 1000):
-            checks.add(f"matmul G8 on {ranks} ranks M={m}", on_ranks, (x[:m], w), whole[:m])
+        checks.add(f"matmul G8 on {ranks} ranks", on_ranks, (x[:300], w), whole[:300])
     checks.run()
+
+
+def exact_columns(full: bool) -> None:
+    exact_matmul(1)
+
+
+def exact_leaves(full: bool) -> None:
+    exact_matmul(8)
 
 
 def group_slices(starts, sizes) -> list[slice]:
@@ -780,7 +784,8 @@ PARTS = {
     "grouped": bench_grouped,
     "logprob": bench_logprob,
     "rows": bench_rows,
-    "exact_matmul": exact_matmul,
+    "exact_columns": exact_columns,
+    "exact_leaves": exact_leaves,
     "exact_grouped": exact_grouped,
     "exact_logprob": exact_logprob,
     "exact_rows": exact_rows,

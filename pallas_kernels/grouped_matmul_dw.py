@@ -67,6 +67,7 @@ def grouped_matmul_dw(
     share = tile.cols // tile.warpgroups
 
     def body(x_gmem, dy_gmem, starts_gmem, sizes_gmem, dw_gmem, *scratch, smem):
+        smem = holds.open(smem)
         ring = core.Ring(tile.stages, smem["full"], smem["empty"])
         wg = lax.axis_index("wg")
         cta = lax.axis_index("cta")
@@ -141,7 +142,7 @@ def grouped_matmul_dw(
                     )
                     return value
 
-                acc = core.leaf_tree(leaf, leaves, holds.refs(smem, scratch, cta, wg))
+                acc = holds.sum(leaf, leaves, smem, scratch, cta, wg)
                 core.store_tile(
                     (acc,),
                     smem["out"].at[wg],
@@ -159,14 +160,14 @@ def grouped_matmul_dw(
     smem = {
         "lhs": core.swizzled((tile.stages, core.TILE_K, cta_rows), jnp.bfloat16),
         "rhs": core.swizzled((tile.stages, core.TILE_K, tile.cols), jnp.bfloat16),
-        "out": core.store_buffer(tile, out_dtype),
+        **holds.smem(out_dtype),
         "masked": plgpu.Barrier(num_arrivals=tile.warpgroups),
         **core.Ring.barriers(tile.stages, copies=2, consumers=tile.warpgroups),
     }
     dw, *_ = core.launch(
         body,
         [jax.ShapeDtypeStruct((groups, k, n), out_dtype), *holds.scratch(ctas)],
-        {**smem, **holds.smem()},
+        smem,
         ctas=ctas,
         warpgroups=tile.warpgroups,
         name="grouped_matmul_dw",

@@ -124,7 +124,7 @@ def linear_logprob_stats(
         tile=tile,
         epilogue=epilogue,
         out_type=[shape] * 4,
-        smem={},
+        out_dtype=None,
         name="linear_logprob",
     )
     logit = jnp.where(here, picked[place, jnp.arange(m)], -jnp.inf)
@@ -302,7 +302,7 @@ def logit_gradient(
         tile=tile,
         epilogue=epilogue,
         out_type=[jax.ShapeDtypeStruct((core.whole_rows(m), v), jnp.bfloat16)],
-        smem={"out": core.store_buffer(tile, jnp.bfloat16)},
+        out_dtype=jnp.bfloat16,
         name="logit_gradient",
     )
     return out if out.shape[0] == m else out[:m]

@@ -106,7 +106,7 @@ def matmul(
         tile=tile,
         epilogue=epilogue,
         out_type=[jax.ShapeDtypeStruct((padded_m, padded_n), out_dtype)],
-        smem={"out": core.store_buffer(tile, out_dtype)},
+        out_dtype=out_dtype,
         name="matmul",
         leaves=leaves,
         lhs_transposed=transpose_lhs,

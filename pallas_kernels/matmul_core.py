@@ -12,6 +12,7 @@ tree. Tile sizes, stages, the number of warpgroups and the place of a row in a t
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Sequence
 
 import jax
@@ -163,8 +164,9 @@ class Holds:
     """Where the waiting sums of `leaf_tree` lie: small ones in registers, then shared memory, L2.
 
     A tile of 64 x 128 leaves registers for one waiting sum beside its accumulator, and shared
-    memory for one more beside the ring (`tile.smem_holds`). The greatest waits once a tile and goes
-    to device memory.
+    memory for one more beside the ring (`tile.smem_hold`). The greatest waits once a tile and goes
+    to device memory. In shared memory a sum waits where the finished tile is going to lie on its
+    way out: by then nothing waits any more.
     """
 
     tile: MatmulTile
@@ -177,39 +179,62 @@ class Holds:
         waiting = leaves.bit_length() - 1
         registers = tile.rows * tile.cols // 128
         first = min(waiting, max(1, REGISTERS // registers - 1))
-        second = min(tile.smem_holds, waiting - first)
+        second = min(int(tile.smem_hold), waiting - first)
         return Holds(tile, first, second, waiting - first - second)
 
     @property
     def _shape(self) -> tuple[int, int, int]:
         return (self.tile.warpgroups, self.tile.rows, self.tile.cols)
 
-    def smem(self) -> dict:
-        """The shared memory allocation, if any."""
-        shape = (self.in_smem, *self._shape)
-        return {"hold": swizzled(shape, jnp.float32)} if self.in_smem else {}
+    def smem(self, dtype: jax.typing.DTypeLike) -> dict:
+        """Allocations of `open`, for outgoing tiles of `dtype`."""
+        if not self.in_smem:
+            return {"out": store_buffer(self.tile, dtype)}
+        # As many slots as a waiting sum has room for: each warpgroup's share is its own.
+        chunk = math.prod(_chunk(self.tile, dtype)) * jnp.dtype(dtype).itemsize
+        slots = self.tile.rows * self.tile.cols * 4 // chunk
+        buffer = store_buffer(dataclasses.replace(self.tile, slots=slots), dtype, exact=True)
+        return {"hold_out": plgpu.RefUnion(swizzled(self._shape, jnp.float32), buffer)}
+
+    def open(self, smem: dict) -> dict:
+        """`smem` with "out", the buffer for outgoing tiles, and, if a sum waits there, "hold"."""
+        if not self.in_smem:
+            return smem
+        hold, out = smem["hold_out"]
+        return {**smem, "hold": hold, "out": out}
 
     def scratch(self, ctas: int) -> list[jax.ShapeDtypeStruct]:
         """Device memory, as outputs of the kernel that nobody reads afterwards."""
         return [jax.ShapeDtypeStruct((ctas, *self._shape), jnp.float32)] * self.in_scratch
 
-    def refs(self, smem: dict, scratch: Sequence, cta: jax.Array, wg: jax.Array) -> list:
-        """`holds` of `leaf_tree` for one warpgroup."""
-        return [
+    def sum(self, leaf: Callable, leaves: int, smem: dict, scratch, cta, wg) -> jax.Array:
+        """`leaf_tree` of one warpgroup's tile, with `smem` opened."""
+        refs = [
             *[None] * self.in_registers,
-            *[smem["hold"].at[i, wg] for i in range(self.in_smem)],
+            *([smem["hold"].at[wg]] if self.in_smem else []),
             *[ref.at[cta, wg] for ref in scratch],
         ]
+        index = iter(range(leaves))
+
+        def next_leaf():
+            value = leaf()
+            if self.in_smem and next(index) == 1:
+                # The tile before this one must have left the place where sums are going to wait.
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            return value
+
+        return leaf_tree(next_leaf, leaves, refs)
 
 
 def shared_bytes(tile: MatmulTile, leaves: int, out_dtype: jax.typing.DTypeLike) -> int:
     """Shared memory that a dense product's ring, waiting sums and outgoing tiles take."""
-    dtype = jnp.dtype(out_dtype)
     stage = (tile.rows * tile.warpgroups + tile.cols) * TILE_K * 2
-    hold = tile.warpgroups * tile.rows * tile.cols * 4 * Holds.of(leaves, tile).in_smem
-    r, c = _chunk(tile.rows, tile.cols, dtype, tile.swap)
-    slots = min(tile.slots, (tile.rows // r) * (tile.cols // c))
-    return stage * tile.stages + hold + tile.warpgroups * slots * r * c * dtype.itemsize
+    if Holds.of(leaves, tile).in_smem:
+        rest = tile.rows * tile.cols * 4
+    else:
+        rest = _slots(tile, out_dtype) * math.prod(_chunk(tile, out_dtype))
+        rest *= jnp.dtype(out_dtype).itemsize
+    return stage * tile.stages + rest * tile.warpgroups
 
 
 def check_leaves(contraction: int, leaves: int) -> None:
@@ -285,18 +310,35 @@ def launch(body, out_type, smem: dict, *, ctas: int, warpgroups: int, name: str)
     )
 
 
-def _chunk(rows: int, cols: int, dtype, transposed: bool) -> tuple[int, int]:
+def _chunk(tile: MatmulTile, dtype: jax.typing.DTypeLike) -> tuple[int, int]:
     """The part of a warpgroup's tile that is written out at a time."""
-    return (WARPGROUP_ROWS, cols if transposed else min(cols, SWIZZLE_BYTES // dtype.itemsize))
+    if tile.swap:
+        return WARPGROUP_ROWS, tile.cols
+    return WARPGROUP_ROWS, min(tile.cols, SWIZZLE_BYTES // jnp.dtype(dtype).itemsize)
 
 
-def store_buffer(tile: MatmulTile, dtype: jax.typing.DTypeLike, ragged: bool = False):
-    """Shared memory for `store_tile`: `tile.slots` chunks a warpgroup, or as many as there are.
+def _slots(tile: MatmulTile, dtype: jax.typing.DTypeLike) -> int:
+    r, c = _chunk(tile, dtype)
+    return min(tile.slots, (tile.rows // r) * (tile.cols // c))
 
-    With `ragged` its rows can be copied out one by one.
+
+def store_buffer(
+    tile: MatmulTile,
+    dtype: jax.typing.DTypeLike,
+    *,
+    ragged: bool = False,
+    exact: bool = False,
+):
+    """Shared memory for `store_tile`: `tile.slots` chunks a warpgroup.
+
+    Args:
+      tile: the tile.
+      dtype: of the results.
+      ragged: whether rows can be copied out one by one.
+      exact: allocate `tile.slots` chunks even if the tile has fewer.
     """
-    r, c = _chunk(tile.rows, tile.cols, jnp.dtype(dtype), tile.swap)
-    slots = min(tile.slots, (tile.rows // r) * (tile.cols // c))
+    r, c = _chunk(tile, dtype)
+    slots = tile.slots if exact else _slots(tile, dtype)
     shape = (tile.warpgroups, slots, *((c, r) if tile.swap else (r, c)))
     if ragged and tile.swap and jnp.dtype(dtype) == jnp.float32:
         return plgpu.SMEM(shape, dtype)  # no swizzled layout takes a transposed float32 store
@@ -323,8 +365,8 @@ def store_tile(
     run on return: the next call, or the end of the kernel, waits for them.
     """
     rows, cols = accs[0].shape
-    r, c = _chunk(rows, cols, jnp.dtype(dtype), transposed)
-    slots = buffer.shape[0]
+    slots, *chunk = buffer.shape
+    r, c = reversed(chunk) if transposed else chunk
     turn = 0
     for i in range(0, rows, r):
         for j in range(0, cols, c):

@@ -29,7 +29,7 @@ def product(
     tile: MatmulTile,
     epilogue: Callable,
     out_type: Sequence[jax.ShapeDtypeStruct],
-    smem: dict,
+    out_dtype: jax.typing.DTypeLike | None,
     name: str,
     leaves: int = 1,
     lhs_transposed: bool = False,
@@ -48,7 +48,7 @@ def product(
       epilogue: `epilogue(acc, row, col_tile, wg, extras, outs, smem)` with acc the float32 tile
         [tile.rows, tile.cols] of one warpgroup and `row` its first row.
       out_type: the outputs.
-      smem: shared memory allocations for the epilogue.
+      out_dtype: dtype of the tiles that the epilogue stores through smem["out"], if it does.
       name: the kernel's name.
       leaves: parts of every K_i that are summed apart and combined in a binary tree; leaf l sums
         its part of K_0, then that of K_1, and so on, in one accumulator.
@@ -65,6 +65,7 @@ def product(
     ctas = min(core.sm_count(), tiles)
 
     def body(*refs, smem):
+        smem = holds.open(smem)
         lhs_gmem, rhs_gmem, refs = refs[:phases], refs[phases : 2 * phases], refs[2 * phases :]
         extra_gmem, refs = refs[: len(extras)], refs[len(extras) :]
         out_gmem, scratch = refs[: len(out_type)], refs[len(out_type) :]
@@ -128,7 +129,7 @@ def product(
                     )
                     return value
 
-                acc = core.leaf_tree(leaf, leaves, holds.refs(smem, scratch, cta, wg))
+                acc = holds.sum(leaf, leaves, smem, scratch, cta, wg)
                 epilogue(acc, row + wg * tile.rows, col_tile, wg, extra_gmem, out_gmem, smem)
                 return step
 
@@ -139,11 +140,12 @@ def product(
         "lhs": _stages(tile.stages, cta_rows, lhs_transposed),
         "rhs": _stages(tile.stages, tile.cols, not rhs_transposed),
         **core.Ring.barriers(tile.stages, copies=2, consumers=tile.warpgroups),
+        **({} if out_dtype is None else holds.smem(out_dtype)),
     }
     outs = core.launch(
         body,
         [*out_type, *holds.scratch(ctas)],
-        {**stages, **holds.smem(), **smem},
+        stages,
         ctas=ctas,
         warpgroups=tile.warpgroups,
         name=name,

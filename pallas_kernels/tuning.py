@@ -19,7 +19,7 @@ class MatmulTile:
       minor: the tile axis that neighbouring blocks differ in (0 rows, 1 columns).
       band: how many tiles of that axis are walked before the other axis moves.
       slots: parts of a warpgroup's tile that may be on their way out of shared memory at a time.
-      smem_holds: sums of leaves that wait in shared memory (`matmul_core.Holds`); greater ones
+      smem_hold: whether a sum of leaves waits in shared memory (`matmul_core.Holds`); greater ones
         wait in device memory.
     """
 
@@ -31,7 +31,7 @@ class MatmulTile:
     minor: int = 1
     band: int = 8
     slots: int = 2
-    smem_holds: int = 0
+    smem_hold: bool = False
 
 
 SHARED_MEMORY = 226 * 1024  # bytes that a block's ring, waiting sums and outgoing tiles may take
@@ -50,9 +50,8 @@ def matmul_tile(m: int, n: int, leaves: int) -> MatmulTile:
     if "cols" in choice:
         return MatmulTile(**choice)
     cols = max(8, m + -m % 8)
-    waiting = choice["rows"] * cols * 4 * choice["smem_holds"] if leaves > 2 else 0
     outgoing = 2 * cols * 64 * 4
-    fitting = (SHARED_MEMORY - waiting - outgoing) // ((choice["rows"] + cols) * 128)
+    fitting = (SHARED_MEMORY - outgoing) // ((choice["rows"] + cols) * 128)
     return MatmulTile(**{**choice, "cols": cols, "stages": min(choice["stages"], fitting)})
 
 

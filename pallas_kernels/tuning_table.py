@@ -8,13 +8,13 @@ Row = tuple[dict[str, int], dict[str, int | bool]]
 
 MATMUL: list[Row] = [
     # Few rows: tokens lie in the 8-wide side (cols is filled in from m), weights stream by.
-    ({"m": 64}, dict(rows=64, warpgroups=1, stages=16, swap=True, smem_holds=1)),
+    ({"m": 64}, dict(rows=64, warpgroups=1, stages=16, swap=True, smem_hold=True)),
     ({"m": 512, "n": 1024}, dict(rows=64, cols=64, warpgroups=1, stages=12)),
     ({"m": 512, "n": 8192, "leaves": 1}, dict(rows=64, cols=128, warpgroups=1, stages=8)),
     ({"m": 512, "n": 8192}, dict(rows=64, cols=64, warpgroups=1, stages=12)),
     ({"n": 64}, dict(rows=64, cols=64, stages=6)),
     ({"leaves": 1}, dict(rows=64, cols=256, minor=0)),
-    ({}, dict(rows=64, cols=128, smem_holds=1)),
+    ({}, dict(rows=64, cols=128, stages=5, smem_hold=True)),
 ]
 
 GROUPED_MATMUL: list[Row] = [
@@ -31,7 +31,7 @@ GROUPED_SWIGLU: list[Row] = [
 
 GROUPED_DW: list[Row] = [
     ({"leaves": 2}, dict(rows=64, cols=128, stages=6)),
-    ({}, dict(rows=64, cols=128, smem_holds=1)),
+    ({}, dict(rows=64, cols=128, stages=5, smem_hold=True)),
 ]
 
 LINEAR_LOGPROB: list[Row] = [({}, dict(rows=64, cols=256, minor=0, band=20))]

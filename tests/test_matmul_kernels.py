@@ -55,7 +55,7 @@ def leaf_sum(a, b, leaves, **options):
     "tile, alone",
     [
         (PLAIN, PLAIN),
-        (MatmulTile(rows=64, cols=64, stages=2, smem_holds=1), PLAIN),
+        (MatmulTile(rows=64, cols=64, stages=2, smem_hold=True), PLAIN),
         (SWAPPED, SWAPPED),
     ],
     ids=["registers and L2", "shared memory", "swapped"],
