@@ -33,7 +33,7 @@ from pallas_kernels.grouped_matmul import (
 )
 from pallas_kernels.grouped_matmul_dw import grouped_matmul_dw
 from pallas_kernels.linear_logprob import (
-    Logprobs,
+    Gradients,
     Statistics,
     combine_leaves,
     linear_logprob_stats,
@@ -408,15 +408,14 @@ def bench_logprob(full: bool) -> None:
 
     one, all_kept = jnp.ones((m,), F32), jnp.full((m,), -jnp.inf)
 
-    def forward(hidden, head, targets, tile=None):
+    def forward(hidden, head, targets, threshold=None, tile=None):
         stats, logit = linear_logprob_stats(
-            hidden, head, targets, one, all_kept, leaves=leaves, tile=tile
+            hidden, head, targets, one, threshold, leaves=leaves, tile=tile
         )
         return combine_leaves(stats, logit)
 
-    def backward(hidden, head, targets, logprobs, grad):
-        rows = one, all_kept, logprobs, grad, grad
-        return linear_logprob_backward(hidden, head, targets, *rows, leaves=leaves)
+    def backward(hidden, head, targets, gradients):
+        return linear_logprob_backward(hidden, head, targets, one, gradients, leaves=leaves)
 
     def kernel_logits(x, head):
         return matmul(x, head, out_dtype=F32)
@@ -429,13 +428,14 @@ def bench_logprob(full: bool) -> None:
     def logits_only(x, head):
         return jnp.dot(x, head, preferred_element_type=F32)
 
-    logprobs = Logprobs(*(jnp.full((m,), 12.0, F32),) * 4)
-    grad = jax.random.normal(jax.random.key(5), (m,))
+    lse, grad = jnp.full((m,), 12.0, F32), jax.random.normal(jax.random.key(5), (m,))
     call = (hidden, head, targets)
     cases = [("logprob", "xla dot", dot, call)]
     for name, tile in tiles.items():
         cases.append(("logprob forward", name, functools.partial(forward, tile=tile), call))
-    cases.append(("logprob backward", "3 products", backward, (*call, logprobs, grad)))
+    cases.append(("logprob forward", "kept set too", forward, (*call, all_kept)))
+    for name, kept in (("full", None), ("full and kept", (all_kept, lse, grad))):
+        cases.append(("logprob backward", name, backward, (*call, Gradients(lse, grad, kept))))
     for rows in (1, 64, 256):
         x = hidden[:rows]
         cases.append((f"logprob decode M={rows}", "xla logits", logits_only, (x, head)))
@@ -657,6 +657,18 @@ def exact_logprob(full: bool) -> None:
     for ranks in (2, 8):
         split = functools.partial(on_ranks, ranks=ranks)
         checks.add(f"logprob {ranks} ranks", split, (*(x[:300] for x in rows), head), same(300))
+
+    def unfiltered(x, targets, inverse, head):
+        stats, logit = linear_logprob_stats(x, head, targets, inverse, leaves=leaves)
+        return stats.maximum, stats.total, logit
+
+    expected = whole[0], whole[1], whole[3]
+    checks.add(
+        "logprob without a threshold",
+        unfiltered,
+        (hidden, targets, inverse, head),
+        lambda got: all(same_bits(a, b) for a, b in zip(got, expected, strict=True)),
+    )
     one = functools.partial(train, tile=MatmulTile(64, 256, warpgroups=1))
     checks.add("logprob wg1", one, (*rows, head), same(most))
     checks.run()

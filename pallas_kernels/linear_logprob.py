@@ -48,7 +48,7 @@ def linear_logprob_stats(
     lm_head: jax.Array,
     targets: jax.Array,
     inverse_temperature: jax.Array,
-    threshold: jax.Array,
+    threshold: jax.Array | None = None,
     *,
     leaves: int = 1,
     tile: MatmulTile | None = None,
@@ -59,7 +59,8 @@ def linear_logprob_stats(
       hidden: [M, K] bfloat16.
       lm_head: [K, V] bfloat16, the columns of this rank's leaves.
       targets: [M] int32, columns of `lm_head`; negative or >= V if the target is not among them.
-      inverse_temperature, threshold: [M] float32.
+      inverse_temperature: [M] float32.
+      threshold: [M] float32; without it everything is kept and `kept` is `total`.
       leaves: leaves of this rank; they divide V into parts of a multiple of 8.
       tile: tile choice; it does not change the result.
 
@@ -84,7 +85,7 @@ def linear_logprob_stats(
     hits = hits.at[jnp.arange(m) // ROWS, place].max(here.astype(jnp.int32))
 
     def epilogue(acc, row, block, _, extras, outs, __):
-        hits_gmem, wanted_gmem, column_gmem, inverse_gmem, threshold_gmem = extras
+        hits_gmem, wanted_gmem, column_gmem, inverse_gmem, *threshold_gmem = extras
         *stats, picked = outs
         for i in range(0, tile.rows, ROWS):
             first = row + i
@@ -101,10 +102,11 @@ def linear_logprob_stats(
                     picked[block, rows] = _pick_column(z, target)
 
                 width = leaf_width - lax.rem(block, jnp.int32(blocks)) * BLOCK
-                values = _block_stats(z, _load_rows(threshold_gmem, rows), width)
+                values = _block_stats(z, width, *(_load_rows(t, rows) for t in threshold_gmem))
                 for ref, value in zip(stats, values, strict=True):
                     ref[block, rows] = value
 
+    thresholds = () if threshold is None else (threshold,)
     extra = (0, padded - m)
     shape = jax.ShapeDtypeStruct((leaves * blocks, padded), jnp.float32)
     *stats, picked = product(
@@ -114,8 +116,7 @@ def linear_logprob_stats(
             hits,
             jnp.pad(wanted, extra, constant_values=-1),
             jnp.pad(column, extra, constant_values=-1),
-            jnp.pad(inverse_temperature, extra),
-            jnp.pad(threshold, extra),
+            *(jnp.pad(x, extra) for x in (inverse_temperature, *thresholds)),
         ),
         contractions=(k,),
         rows=m,
@@ -123,20 +124,22 @@ def linear_logprob_stats(
         col_of=functools.partial(_block_start, blocks=blocks, leaf_width=leaf_width),
         tile=tile,
         epilogue=epilogue,
-        out_type=[shape] * 4,
+        out_type=[shape] * (3 + len(thresholds)),
         out_dtype=None,
         name="linear_logprob",
     )
     logit = jnp.where(here, picked[place, jnp.arange(m)], -jnp.inf)
-    return _combine_blocks(Statistics(*stats), m, leaves, blocks), logit
+    return _combine_blocks(stats, m, leaves, blocks), logit
 
 
-def logits_stats(z: jax.Array, threshold: jax.Array, *, leaves: int = 1) -> Statistics:
+def logits_stats(
+    z: jax.Array, threshold: jax.Array | None = None, *, leaves: int = 1
+) -> Statistics:
     """The statistics of `linear_logprob_stats` from stored scaled logits, with the same bits.
 
     Args:
       z: [M, V] float32: `matmul(hidden, lm_head, out_dtype=float32)` times inverse temperature.
-      threshold: [M] float32.
+      threshold: [M] float32; without it everything is kept.
       leaves: leaves of this rank; they divide V into parts of a multiple of 8.
 
     Returns:
@@ -151,7 +154,10 @@ def logits_stats(z: jax.Array, threshold: jax.Array, *, leaves: int = 1) -> Stat
     leaf_width, blocks = _leaf_blocks(v, leaves)
     padded = m + -m % ROWS
 
-    def body(z_gmem, threshold_gmem, *stats):
+    thresholds = () if threshold is None else (threshold,)
+
+    def body(z_gmem, *refs):
+        threshold_gmem, stats = refs[: len(thresholds)], refs[len(thresholds) :]
         row, block = lax.axis_index("row") * ROWS, lax.axis_index("block")
         rows = pl.ds(row, ROWS)
 
@@ -161,7 +167,7 @@ def logits_stats(z: jax.Array, threshold: jax.Array, *, leaves: int = 1) -> Stat
             plgpu.barrier_wait(barrier)
             width = leaf_width - lax.rem(block, jnp.int32(blocks)) * BLOCK
             values = plgpu.layout_cast(tile[...], plgpu.Layout.WGMMA)
-            values = _block_stats(values, _load_rows(threshold_gmem, rows), width)
+            values = _block_stats(values, width, *(_load_rows(t, rows) for t in threshold_gmem))
             for ref, value in zip(stats, values, strict=True):
                 ref[block, rows] = value
 
@@ -170,12 +176,12 @@ def logits_stats(z: jax.Array, threshold: jax.Array, *, leaves: int = 1) -> Stat
     shape = jax.ShapeDtypeStruct((leaves * blocks, padded), jnp.float32)
     stats = plgpu.kernel(
         body,
-        out_type=[shape] * 3,
+        out_type=[shape] * (2 + len(thresholds)),
         grid=(padded // ROWS, leaves * blocks),
         grid_names=("row", "block"),
         kernel_name="logits_stats",
-    )(core.whole_lines(z), jnp.pad(threshold, (0, padded - m)))
-    return _combine_blocks(Statistics(*stats), m, leaves, blocks)
+    )(core.whole_lines(z), *(jnp.pad(t, (0, padded - m)) for t in thresholds))
+    return _combine_blocks(stats, m, leaves, blocks)
 
 
 class Logprobs(NamedTuple):
@@ -232,15 +238,24 @@ def combine_leaves(stats: Statistics, logit: jax.Array) -> Logprobs:
     return Logprobs(*(out[:m] for out in outs))
 
 
+class Gradients(NamedTuple):
+    """What the gradient of a row's logits depends on, [M] float32 each.
+
+    lse, grad: log-sum-exp over the vocabulary, and the gradient by the full log-probability.
+    kept: threshold, log-sum-exp of the kept set and gradient by the kept log-probability, or None.
+    """
+
+    lse: jax.Array
+    grad: jax.Array
+    kept: tuple[jax.Array, jax.Array, jax.Array] | None = None
+
+
 def logit_gradient(
     hidden: jax.Array,
     lm_head: jax.Array,
     targets: jax.Array,
     inverse_temperature: jax.Array,
-    threshold: jax.Array,
-    logprobs: Logprobs,
-    grad: jax.Array,
-    grad_kept: jax.Array,
+    gradients: Gradients,
     *,
     tile: MatmulTile | None = None,
 ) -> jax.Array:
@@ -254,9 +269,8 @@ def logit_gradient(
       hidden: [M, K] bfloat16.
       lm_head: [K, V] bfloat16, the columns.
       targets: [M] int32, a column, or one outside [0, V) if the target is not among them.
-      inverse_temperature, threshold: [M] float32.
-      logprobs: what `combine_leaves` gave over the whole vocabulary.
-      grad, grad_kept: [M] float32, gradients by the row's two log-probabilities.
+      inverse_temperature: [M] float32.
+      gradients: of all rows.
       tile: tile choice; it does not change the result.
 
     Returns:
@@ -264,31 +278,43 @@ def logit_gradient(
     """
     m, k, v, _ = _check(hidden, lm_head, 1)
     tile = tile or logprob_tile()
-    vectors = (
-        *(inverse_temperature, threshold, logprobs.lse, logprobs.lse_kept),
-        *(grad, grad_kept),
-    )
+    # A row's factors are multiplied out beforehand: the tile has little time for arithmetic.
+    vectors = [inverse_temperature, gradients.lse, gradients.grad * inverse_temperature]
+    at_target = vectors[2]
+    if gradients.kept is not None:
+        threshold, lse_kept, grad_kept = gradients.kept
+        vectors += [threshold, lse_kept, grad_kept * inverse_temperature]
+        at_target = at_target + vectors[-1]
+    vectors.append(at_target)
     extra = (0, -m % (tile.rows * tile.warpgroups))
 
     def epilogue(acc, row, col_tile, wg, extras, outs, smem):
-        target, inverse, threshold, lse, lse_kept, grad, grad_kept = (
-            _load_rows(ref, pl.ds(row, tile.rows)) for ref in extras
-        )
-        z = _scale(acc, inverse)
-        column = plgpu.broadcasted_iota(jnp.int32, acc.shape, 1, layout=plgpu.Layout.WGMMA)
-        hit = jnp.where(_spread(target - col_tile * tile.cols, z) == column, 1.0, 0.0)
-        p = jnp.exp(z - _spread(lse, z))
-        p_kept = jnp.exp(z - _spread(lse_kept, z))
-        p_kept = jnp.where(z >= _spread(threshold, z), p_kept, 0.0)
-        d = _spread(grad, z) * (hit - p) + _spread(grad_kept, z) * (hit - p_kept)
+        def chunk(accs, first_row, first_col):
+            (z,) = accs
+            rows = pl.ds(first_row, z.shape[0])
+            target, inverse, lse, factor, *kept, at_target = (
+                _load_rows(ref, rows) for ref in extras
+            )
+            z = _scale(z, inverse)
+            column = plgpu.broadcasted_iota(jnp.int32, z.shape, 1, layout=plgpu.Layout.WGMMA)
+            hit = _spread(target - first_col, z) == column
+            d = jnp.where(hit, _spread(at_target, z), 0.0)
+            d = d - _spread(factor, z) * jnp.exp(z - _spread(lse, z))
+            if kept:
+                threshold, lse_kept, factor = kept
+                p = jnp.exp(z - _spread(lse_kept, z))
+                d = d - _spread(factor, z) * jnp.where(z >= _spread(threshold, z), p, 0.0)
+            return (d,)
+
         core.store_tile(
-            (d * _spread(inverse, z),),
+            (acc,),
             smem["out"].at[wg],
             outs,
             row,
             col_tile * tile.cols,
             dtype=jnp.bfloat16,
             transposed=False,
+            epilogue=chunk,
         )
 
     (out,) = product(
@@ -349,14 +375,17 @@ def _scale(logits, inverse_temperature):
     return lax.optimization_barrier(logits * _spread(inverse_temperature, logits))
 
 
-def _block_stats(z, threshold, width):
-    """Statistics of the first `width` columns of a [64, BLOCK] tile."""
+def _block_stats(z, width, threshold=None):
+    """Statistics of the first `width` columns of a [64, BLOCK] tile; two without a threshold."""
     column = plgpu.broadcasted_iota(jnp.int32, z.shape, 1, layout=plgpu.Layout.WGMMA)
     z = jnp.where(column < width, z, -jnp.inf)
     maximum = jnp.max(z, axis=1)
     e = jnp.exp(z - _spread(maximum, z))
+    total = jnp.sum(e, axis=1)
+    if threshold is None:
+        return maximum, total
     kept = jnp.where(z >= _spread(threshold, z), e, 0.0)
-    return Statistics(maximum, jnp.sum(e, axis=1), jnp.sum(kept, axis=1))
+    return maximum, total, jnp.sum(kept, axis=1)
 
 
 def _pick_column(z, column):
@@ -365,13 +394,15 @@ def _pick_column(z, column):
     return jnp.sum(jnp.where(_spread(column, z) == index, z, 0.0), axis=1)
 
 
-def _combine_blocks(stats: Statistics, m: int, leaves: int, blocks: int) -> Statistics:
-    """[leaves * blocks, rows] of blocks to [leaves, m] of leaves."""
-    rows = stats.maximum.shape[1]
+def _combine_blocks(stats, m: int, leaves: int, blocks: int) -> Statistics:
+    """Two or three arrays [leaves * blocks, rows] of block statistics to [leaves, m] of leaves."""
+    rows = stats[0].shape[1]
     padded = rows + -rows % _LINE
+    sums = len(stats) - 1
     unroll = 8
 
-    def body(maxima_gmem, totals_gmem, kept_gmem, *outs):
+    def body(maxima_gmem, *refs):
+        sum_refs, outs = refs[:sums], refs[sums:]
         leaf, span = lax.axis_index("leaf"), pl.ds(lax.axis_index("row") * _LINE, _LINE)
 
         def over_blocks(step, value):
@@ -385,21 +416,22 @@ def _combine_blocks(stats: Statistics, m: int, leaves: int, blocks: int) -> Stat
                 value = step(leaf * blocks + j, value)
             return value
 
-        def add(b, sums):
+        def add(b, totals):
             shrink = jnp.exp(maxima_gmem[b, span] - top)
-            return sums[0] + totals_gmem[b, span] * shrink, sums[1] + kept_gmem[b, span] * shrink
+            return tuple(t + ref[b, span] * shrink for t, ref in zip(totals, sum_refs, strict=True))
 
         zero = jnp.zeros((_LINE,), jnp.float32)
         top = over_blocks(lambda b, top: jnp.maximum(top, maxima_gmem[b, span]), zero - jnp.inf)
-        for ref, value in zip(outs, (top, *over_blocks(add, (zero, zero))), strict=True):
+        for ref, value in zip(outs, (top, *over_blocks(add, (zero,) * sums)), strict=True):
             ref[leaf, span] = value
 
     extra = ((0, 0), (0, padded - rows))
     outs = plgpu.kernel(
         body,
-        out_type=[jax.ShapeDtypeStruct((leaves, padded), jnp.float32)] * 3,
+        out_type=[jax.ShapeDtypeStruct((leaves, padded), jnp.float32)] * len(stats),
         grid=(leaves, padded // _LINE),
         grid_names=("leaf", "row"),
         kernel_name="combine_blocks",
     )(*(jnp.pad(x, extra) for x in stats))
-    return Statistics(*(out[:, :m] for out in outs))
+    maximum, total, *kept = (out[:, :m] for out in outs)
+    return Statistics(maximum, total, kept[0] if kept else total)

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.linear_logprob import Logprobs, logit_gradient
+from pallas_kernels.linear_logprob import Gradients, logit_gradient
 from pallas_kernels.matmul import matmul
 from pallas_kernels.matmul_core import leaf_tree
 
@@ -14,15 +14,12 @@ def linear_logprob_backward(
     lm_head: jax.Array,
     targets: jax.Array,
     inverse_temperature: jax.Array,
-    threshold: jax.Array,
-    logprobs: Logprobs,
-    grad: jax.Array,
-    grad_kept: jax.Array,
+    gradients: Gradients,
     *,
     leaves: int = 1,
     batch_leaves: int = 1,
 ) -> tuple[jax.Array, jax.Array]:
-    """Gradients of sum(grad * full log-probability + grad_kept * kept log-probability).
+    """Gradients by the hidden states and the head.
 
     A leaf's logit gradient, [M, V / leaves] bfloat16, is the only large intermediate. The hidden
     gradient sums a leaf's columns upwards and leaves in a balanced binary tree, so a rank that owns
@@ -33,9 +30,8 @@ def linear_logprob_backward(
       hidden: [M, K] bfloat16.
       lm_head: [K, V] bfloat16, the columns of this rank's leaves.
       targets: [M] int32, columns of `lm_head`, or outside [0, V).
-      inverse_temperature, threshold: [M] float32.
-      logprobs: what `combine_leaves` gave over the whole vocabulary.
-      grad, grad_kept: [M] float32.
+      inverse_temperature: [M] float32.
+      gradients: of all rows.
       leaves: vocabulary leaves of this rank, a power of two.
       batch_leaves: equal parts of the rows, a power of two.
 
@@ -53,16 +49,7 @@ def linear_logprob_backward(
         nonlocal d_head, hidden
         first = next(index) * width
         columns = lax.slice_in_dim(lm_head, first, first + width, axis=1)
-        d_logits = logit_gradient(
-            hidden,
-            columns,
-            targets - first,
-            inverse_temperature,
-            threshold,
-            logprobs,
-            grad,
-            grad_kept,
-        )
+        d_logits = logit_gradient(hidden, columns, targets - first, inverse_temperature, gradients)
         d_columns = matmul(
             hidden, d_logits, transpose_a=True, leaves=batch_leaves, out_dtype=jnp.float32
         )

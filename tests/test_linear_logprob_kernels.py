@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.linear_logprob import (
-    Logprobs,
+    Gradients,
     Statistics,
     combine_leaves,
     linear_logprob_stats,
@@ -79,6 +79,31 @@ def test_stored_logits_give_the_same_statistics(case):
         assert error(got, f64(reference)) < 1e-6
 
 
+def test_without_a_threshold_everything_is_kept(case):
+    with interpreted():
+        stats, logit = linear_logprob_stats(
+            *(case.hidden, case.head, case.targets, case.inverse), leaves=LEAVES, tile=TILE
+        )
+        again = logits_stats(jnp.asarray(case.z, F32), leaves=LEAVES)
+    whole, found = case.training  # the interpreter's sums are XLA's, which a second sum may move
+    assert same_bits(stats.maximum, whole.maximum) and same_bits(logit, found)
+    assert same_bits(stats.kept, stats.total) and error(stats.total, f64(whole.total)) < 1e-6
+    assert error(again.kept, f64(whole.total)) < 1e-6
+
+
+def test_backward_of_the_full_log_probability_alone(case):
+    lse, grad = jnp.asarray(case.lse, F32), jnp.linspace(-1.0, 1.0, M, dtype=F32)
+    with interpreted():
+        d_hidden, _ = linear_logprob_backward(
+            *(case.hidden, case.head, case.targets, case.inverse),
+            Gradients(lse, grad),
+            leaves=LEAVES,
+        )
+    hit = np.asarray(case.targets)[:, None] == np.arange(V)
+    dz = (f64(grad) * f64(case.inverse))[:, None] * (hit - np.exp(case.z - case.lse[:, None]))
+    assert error(d_hidden, dz @ f64(case.head).T) < 4e-3
+
+
 def test_a_rank_with_one_leaf_has_that_leafs_statistics(case):
     width = V // LEAVES
     with interpreted():
@@ -103,10 +128,8 @@ def test_backward(case):
     lse, lse_kept = jnp.asarray(case.lse, F32), jnp.asarray(case.lse_kept, F32)
     with interpreted():
         d_hidden, d_head = linear_logprob_backward(
-            *(case.hidden, case.head, case.targets, case.inverse, case.threshold),
-            Logprobs(lse, lse, lse, lse_kept),
-            grad,
-            grad_kept,
+            *(case.hidden, case.head, case.targets, case.inverse),
+            Gradients(lse, grad, (case.threshold, lse_kept, grad_kept)),
             leaves=LEAVES,
         )
     hit = np.asarray(case.targets)[:, None] == np.arange(V)
@@ -138,13 +161,16 @@ def test_lowers_for_cuda():
 
     assert calls_mosaic(finish, *[((8, 10240), F32)] * 3, row())
 
-    def backward(hidden, head, targets, a, b, lse, grad):
-        return linear_logprob_backward(
-            hidden, head, targets, a, b, Logprobs(lse, lse, lse, lse), grad, grad, leaves=2
-        )
+    def backward(hidden, head, targets, inverse, lse, grad, kept=None):
+        gradients = Gradients(lse, grad, kept)
+        return linear_logprob_backward(hidden, head, targets, inverse, gradients, leaves=2)
+
+    def with_kept(*arguments):
+        return backward(*arguments[:6], arguments[6:])
 
     head = ((2048, 62080), BF16)
-    assert calls_mosaic(backward, shapes[0], head, row(I32), *[row()] * 4)
+    assert calls_mosaic(backward, shapes[0], head, row(I32), *[row()] * 3)
+    assert calls_mosaic(with_kept, shapes[0], head, row(I32), *[row()] * 6)
 
 
 @pytest.mark.gpu
@@ -154,6 +180,8 @@ def test_decoding_equals_training_on_a_device(m):
     inverse = jnp.linspace(0.5, 2, 70)
     targets, threshold = jnp.arange(70, dtype=I32) * 17, jnp.zeros(70)
     stats, logit = linear_logprob_stats(hidden, head, targets, inverse, threshold, leaves=LEAVES)
+    unfiltered, _ = linear_logprob_stats(hidden, head, targets, inverse, leaves=LEAVES)
+    assert same_bits(unfiltered.total, stats.total)
     z = matmul(hidden[:m], head, out_dtype=F32) * inverse[:m, None]
     decoded = logits_stats(z, threshold[:m], leaves=LEAVES)
     assert same_bits(z[jnp.arange(m), targets[:m]], logit[:m])
