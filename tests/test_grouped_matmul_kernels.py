@@ -15,6 +15,7 @@ from pallas_kernels.grouped_matmul import (
 )
 from pallas_kernels.grouped_matmul_dw import grouped_matmul_dw
 from pallas_kernels.matmul import matmul
+from pallas_kernels.rows_routing import expert_rows, expert_rows_capacity
 from pallas_kernels.tuning import MatmulTile
 from tests.kernels import BF16, F32, I32, calls_mosaic, error, f64, interpreted, normal, same_bits
 
@@ -92,6 +93,33 @@ def test_several_contractions():
         )
     expected = case.product(case.x, case.w) + case.product(y, jnp.swapaxes(v, 1, 2))
     assert error(out[case.rows], expected) < 1e-6
+
+
+@pytest.mark.parametrize("leaves", [1, 4])
+def test_routed_rows_lie_by_expert_leaf_and_token(leaves):
+    tokens, slots, experts = 16, 2, 3
+    chosen = np.random.default_rng(0).integers(-1, experts + 1, (tokens, slots))
+    capacity = expert_rows_capacity(tokens * slots, experts * leaves)
+    laid = expert_rows(jnp.asarray(chosen, I32), experts, leaves, capacity)
+    starts, sizes, place, token = (np.asarray(x) for x in laid)
+    assert (starts % 8 == 0).all()
+    for e in range(experts):
+        for leaf in range(leaves):
+            rows = [
+                (t, j)
+                for t in range(tokens)
+                for j in range(slots)
+                if chosen[t, j] == e and t * leaves // tokens == leaf
+            ]
+            segment = e * leaves + leaf
+            assert sizes[segment] == len(rows)
+            for rank, (t, j) in enumerate(rows):
+                assert place[t, j] == starts[segment] + rank and token[place[t, j]] == t
+    nowhere = (chosen < 0) | (chosen >= experts)
+    assert (place[nowhere] == capacity).all()
+    assert (token < tokens).sum() == (~nowhere).sum()
+    first, size = laid.groups(leaves)
+    assert first.shape == (experts,) and (np.asarray(first + size) <= capacity).all()
 
 
 def sigmoid(x):
