@@ -93,7 +93,13 @@ def deployed(config: RunConfig, layout: Layout) -> Sizes:
 def engine_config(config: RunConfig) -> EngineConfig:
     """The engine's sizes of a run."""
     s = config.sampler
-    return EngineConfig(config.max_length, s.max_sequences, s.max_batch_tokens, s.pages)
+    return EngineConfig(
+        max_model_len=config.max_length,
+        max_sequences=s.max_sequences,
+        max_batch_tokens=s.max_batch_tokens,
+        pages=s.pages,
+        bucket_sizes=s.bucket_sizes,
+    )
 
 
 class Lowering:

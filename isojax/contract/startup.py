@@ -24,13 +24,15 @@ def of_run(
     config: RunConfig,
     *,
     pinned: str | Path | None = None,
+    known: str | Path | None = None,
     devices: list[jax.Device] | None = None,
 ) -> Contract:
     """The contract of a run on the devices that are here.
 
     Lowering every case takes longer than a small run likes to wait, and its result depends on the
     sources, the settings and the environment alone. It is kept under `runs_dir` by the digest of
-    those, and a contract that was committed (`pinned`) for them will do as well.
+    those, and a contract that was committed for them will do as well: `pinned` must hold, `known`
+    is passed over if it is of other inputs.
 
     Raises:
       ContractError: for a mesh that is not admitted, or if `pinned` is damaged or does not hold.
@@ -43,7 +45,9 @@ def of_run(
     if promised is not None and _serves(promised, key, config):
         return promised
     path = Path(config.runs_dir) / ".contracts" / f"{key}.json"
-    now = _recalled(path)
+    now = _recalled(path) or (None if known is None else _recalled(Path(known)))
+    if now is not None and not _serves(now, key, config):
+        now = None
     if now is None:
         now = build(config, platform=platform, device=device)
         now.save(path)

@@ -1,29 +1,34 @@
 """The main job: warm start, then DAPO, with rollouts and trainer in bit-for-bit agreement.
 
-A run owns a folder: config.toml, metrics.jsonl, TensorBoard events, plots, checkpoints. Every
-step leaves it in a state from which the run can go on as if it had never stopped.
+A run owns a folder: config.toml, contract.json, metrics.jsonl, TensorBoard events, plots,
+checkpoints. Every step leaves it in a state from which the run can go on as if it had never
+stopped.
 """
 
 import dataclasses
 import logging
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from isojax.config import RunConfig, TrainerConfig, resolve_model
 from isojax.config_io import to_toml
+from isojax.contract import startup
+from isojax.contract.cases import engine_config
+from isojax.contract.contract import FILE_NAME, from_document
+from isojax.contract.enforce import check_resume, check_rollout
 from isojax.models import hf
-from isojax.models.config import ModelConfig
 from isojax.models.init import init_params
 from isojax.report.report import Report, progress
 from isojax.rl import dapo
 from isojax.rl.data import prompt_stream
 from isojax.rl.rewards import rewards_of
 from isojax.rl.warm_start import answers
-from isojax.sampler.config import EngineConfig
 from isojax.sampler.engine import Engine
+from isojax.sampler.executor import Executor
 from isojax.tokenizer import TINY, Tokenizer
 from isojax.trainer.checkpoint import Checkpoints
 from isojax.trainer.interrupt import Interrupts
@@ -31,7 +36,7 @@ from isojax.trainer.loss import CrossEntropy, Loss, PolicyLoss
 from isojax.trainer.optimizer import AdamW
 from isojax.trainer.packing import Example
 from isojax.trainer.score import Scored, Scorer, compare
-from isojax.trainer.step import StepResult, Trainer, TrainState
+from isojax.trainer.step import StepResult, Trainer
 
 log = logging.getLogger(__name__)
 
@@ -77,77 +82,105 @@ def adamw_of(config: TrainerConfig, learning_rate: float) -> AdamW:
 class Run:
     """One run, from its configuration to its last checkpoint."""
 
-    def __init__(self, config: RunConfig, *, resume: bool = False) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        *,
+        resume: bool = False,
+        accept_contract_change: bool = False,
+        pinned: Path | None = None,
+        known: Path | None = None,
+    ) -> None:
         """Build every part, and load what `resume` finds in the run folder.
 
+        accept_contract_change: resume also under another numerical contract than the checkpoint's.
+        pinned, known: contract files, see `isojax.contract.startup.of_run`.
+
         Raises:
+          ContractError: the mesh is not admitted, a pinned contract does not hold, or the
+            checkpoint was written under another one.
           FileExistsError: the folder holds a run already, and `resume` is not set.
           FileNotFoundError: `resume` is set, and there is no checkpoint.
           ValueError: the configuration's parts do not fit each other.
         """
         self.config = config
-        layout, policy = config.mesh, config.policy
-        mesh = layout.mesh()
-        model = resolve_model(config)
+        self.model = resolve_model(config)
         self.tokenizer = Tokenizer(config.data.tokenizer or config.checkpoint or TINY)
-        _check(config, model, self.tokenizer)
-        self.rewards = rewards_of(config.data)
-
-        def trainer(learning_rate: float) -> Trainer:
-            return Trainer(
-                model,
-                policy,
-                layout,
-                mesh,
-                adamw_of(config.trainer, learning_rate),
-                microbatch_tokens=config.trainer.microbatch_tokens,
-                remat=config.trainer.remat,
+        if self.tokenizer.vocab_size > self.model.vocab_size:
+            raise ValueError(
+                f"the tokenizer has {self.tokenizer.vocab_size} tokens, "
+                f"the model only {self.model.vocab_size}"
             )
-
-        self.warm_trainer = trainer(config.warm_start.learning_rate)
-        self.trainer = trainer(config.trainer.learning_rate)
-        self.scorer = Scorer(model, policy, layout, mesh, config.trainer.microbatch_tokens)
+        self.rewards = rewards_of(config.data)
+        self.mesh = config.mesh.mesh()
+        self.contract = startup.of_run(config, pinned=pinned, known=known)
+        self.warm_trainer = self._trainer(config.warm_start.learning_rate)
+        self.trainer = self._trainer(config.trainer.learning_rate)
         self.checkpoints = Checkpoints(
             config.folder / "checkpoints", self.trainer, keep=config.trainer.keep_checkpoints
         )
-        self.state: TrainState
         self._whole = True  # whether `state` is that of `position`, not of the middle of a step
         if resume:
-            self.position = Position(**self.checkpoints.position()["position"])
+            saved = self.checkpoints.position()
+            check_resume(
+                from_document(saved["contract"]), self.contract, accept=accept_contract_change
+            )
+            self.position = Position(**saved["position"])
             self.state = self.checkpoints.restore()
+        elif self.checkpoints.latest() is not None:
+            raise FileExistsError(
+                f"{config.folder} holds a run already: --resume it, or give another --name"
+            )
         else:
-            if self.checkpoints.latest() is not None:
-                raise FileExistsError(
-                    f"{config.folder} holds a run already: --resume it, or give another --name"
-                )
             self.position = Position()
-            if config.checkpoint:
-                _, params = hf.load(config.checkpoint, mesh, layout, policy)
-            else:
-                params = init_params(model, policy, layout, mesh, config.seed)
             first = self.warm_trainer if config.warm_start.steps else self.trainer
-            self.state = first.init(params)
+            self.state = first.init(self._first_weights())
         self.stream = prompt_stream(config.data, self.tokenizer, config.seed, self.position.stream)
-        self.engine = Engine.create(
+        self.scorer = Scorer(
+            self.model, config.policy, config.mesh, self.mesh, config.trainer.microbatch_tokens
+        )
+        sizes = engine_config(config)
+        self.executor = Executor(
             self.state.params,
-            model=model,
-            policy=policy,
-            layout=layout,
-            mesh=mesh,
-            config=EngineConfig(
-                max_model_len=config.max_length,
-                max_sequences=config.sampler.max_sequences,
-                max_batch_tokens=config.sampler.max_batch_tokens,
-                pages=config.sampler.pages,
-            ),
+            model=self.model,
+            policy=config.policy,
+            layout=config.mesh,
+            mesh=self.mesh,
+            pages=sizes.pool(config.policy.chunk),
+            slots=sizes.max_sequences,
+        )
+        self.engine = Engine(
+            self.executor,
+            sizes,
+            vocab_size=self.model.vocab_size,
+            chunk=config.policy.chunk,
+            ranks=config.mesh.data,
+            eos_ids=self.model.eos_token_ids,
             detokenize=self.tokenizer.decode,
             weights_version=self.position.step,
+            contract_digest=self.contract.numerical,
         )
         self.loss = PolicyLoss(
             config.algorithm.clip_low, config.algorithm.clip_high, config.algorithm.dual_clip
         )
-        config.folder.mkdir(parents=True, exist_ok=True)
-        (config.folder / "config.toml").write_text(to_toml(config), encoding="utf-8")
+
+    def _trainer(self, learning_rate: float) -> Trainer:
+        config = self.config.trainer
+        return Trainer(
+            self.model,
+            self.config.policy,
+            self.config.mesh,
+            self.mesh,
+            adamw_of(config, learning_rate),
+            microbatch_tokens=config.microbatch_tokens,
+            remat=config.remat,
+        )
+
+    def _first_weights(self) -> Any:
+        config = self.config
+        if config.checkpoint:
+            return hf.load(config.checkpoint, self.mesh, config.mesh, config.policy)[1]
+        return init_params(self.model, config.policy, config.mesh, self.mesh, config.seed)
 
     def run(self) -> None:
         """Train to the last step. However it ends, the last whole step is in a checkpoint, unless a
@@ -155,20 +188,37 @@ class Run:
 
         Raises:
           KeyboardInterrupt: SIGINT or SIGTERM came.
+          ContractError: the canary found a difference, or rollouts are of another contract.
           DisagreementError: rollout and trainer differ, and the configuration says to stop then.
           NotFiniteError: a gradient was not finite.
         """
-        config = self.config
+        config, folder = self.config, self.config.folder
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "config.toml").write_text(to_toml(config), encoding="utf-8")
         try:
             with Interrupts() as interrupts:
+                self._self_check()
                 self._warm_start(interrupts)
                 first = self.position.step
-                with Report(config.folder, config.report, config.steps, first) as report:
+                with Report(folder, config.report, config.steps, first) as report:
                     while self.position.step < config.steps:
                         self._step(interrupts, report)
         finally:
             self._save()
             self.checkpoints.close()
+
+    def _self_check(self) -> None:
+        """Compare rollout and trainer on this device before anything depends on it."""
+        self.contract = startup.self_check(
+            self.contract,
+            self.config,
+            mesh=self.mesh,
+            executor=self.executor,
+            scorer=self.scorer,
+            params=self.state.params,
+            weights_version=self.position.step,
+        )
+        self.contract.save(self.config.folder / FILE_NAME)
 
     def _save(self) -> None:
         if not self._whole:
@@ -177,7 +227,8 @@ class Run:
             )
             return
         at = dataclasses.asdict(self.position)
-        self.checkpoints.save(self.position.number, self.state, {"position": at})
+        beside = {"position": at, "contract": self.contract.document()}
+        self.checkpoints.save(self.position.number, self.state, beside)
 
     def _warm_start(self, interrupts: Interrupts) -> None:
         config = self.config.warm_start
@@ -194,10 +245,8 @@ class Run:
                 self.position = Position(step + 1, 0, self.stream.position)
             if (step + 1) % shown == 0:
                 seconds = time.perf_counter() - start
-                print(
-                    f"warm start {step + 1}/{config.steps}  loss {result.loss:.3f}  {seconds:.1f} s",
-                    flush=True,
-                )
+                done = f"warm start {step + 1}/{config.steps}"
+                print(f"{done}  loss {result.loss:.3f}  {seconds:.1f} s", flush=True)
         self.engine.update_params(self.state.params, self.position.step)
         self._save()
 
@@ -233,7 +282,7 @@ class Run:
             )
             self.engine.update_params(self.state.params, self.position.step)
             metrics |= _train_metrics(results)
-            metrics["contract_digest"] = ""
+            metrics["contract_digest"] = self.contract.numerical
             metrics["reward_failures"] = self.rewards.failures
             metrics["time_train_s"] = clock.lap()
             report.step(metrics)
@@ -255,6 +304,7 @@ class Run:
     def _agreement(self, groups: Sequence[dapo.Group], scored: Sequence[Scored]) -> dict[str, Any]:
         """Compare the rollout's log-probabilities with the trainer's, and act on a difference."""
         sampled = [completion for group in groups for completion in group.completions]
+        check_rollout(self.contract, sampled, self.position.step)
         found = compare(
             [completion.logprobs for completion in sampled],
             [own.full for own in scored],
@@ -292,7 +342,7 @@ class Run:
 
 
 def _train_metrics(results: Sequence[StepResult]) -> dict[str, float]:
-    """Minibatches of a step: sums over tokens, means of losses and norms, the last learning rate."""
+    """Of a step's minibatches: sums over tokens, means of losses and norms, the last rate."""
     tokens = sum(result.tokens for result in results)
     clipped = sum(result.clip_fraction * result.tokens for result in results)
     return {
@@ -302,16 +352,6 @@ def _train_metrics(results: Sequence[StepResult]) -> dict[str, float]:
         "clip_fraction": clipped / max(tokens, 1.0),
         "tokens_trained": int(tokens),
     }
-
-
-def _check(config: RunConfig, model: ModelConfig, tokenizer: Tokenizer) -> None:
-    if tokenizer.vocab_size > model.vocab_size:
-        raise ValueError(
-            f"the tokenizer has {tokenizer.vocab_size} tokens, the model only {model.vocab_size}"
-        )
-    leaves, ranks = config.policy.batch_leaves, config.mesh.data
-    if leaves % ranks:
-        raise ValueError(f"mesh.data = {ranks} does not divide policy.batch_leaves = {leaves}")
 
 
 class _Clock:

@@ -9,6 +9,7 @@ holds which groups.
 import dataclasses
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import jax
 import numpy as np
@@ -203,7 +204,9 @@ def pack(
 def _rank_batch(
     examples: Sequence[Example], leaves: list[list[int]], bucket: Bucket, chunk: int, scale: float
 ) -> TrainBatch:
-    full = lambda value, dtype=np.float32: np.full(bucket.tokens, value, dtype)  # noqa: E731
+    def full(value: float, dtype: Any = np.float32) -> Any:
+        return np.full(bucket.tokens, value, dtype)
+
     targets, inverse_temperature = full(0, np.int32), full(1)
     threshold, old_logp, advantage, weight = full(-np.inf), full(0), full(0), full(0)
     segments: list[Segment] = []
@@ -214,7 +217,9 @@ def _rank_batch(
             example = examples[i]
             pages = -(-example.rows // chunk)
             segments.append(
-                Segment(example.tokens[:-1], 0, range(page, page + pages), len(segments), row)
+                Segment(
+                    example.tokens[:-1].tolist(), 0, range(page, page + pages), len(segments), row
+                )
             )
             first = row + example.prompt_length - 1
             rows = slice(first, first + example.predicted)

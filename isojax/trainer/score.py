@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -30,15 +29,17 @@ class Scorer:
     def __init__(
         self, model: ModelConfig, policy: Policy, layout: Layout, mesh: Mesh, microbatch_tokens: int
     ) -> None:
-        self._static = {"model": model, "policy": policy, "layout": layout}
+        self._model, self._policy, self._layout = model, policy, layout
         self._mesh = mesh
         self._budget = microbatch_tokens
         in_specs = (specs(model, policy, layout), ROWS)
         self.call = jax.jit(shard(self._rank_rows, mesh, in_specs, PartitionSpec()))
 
     def _rank_rows(self, params: Any, batch: TrainBatch) -> tuple[jax.Array, jax.Array]:
-        rows = row_logprobs(params, batch, **self._static)
-        return jax.tree.map(partial(all_rows, layout=self._static["layout"]), rows)
+        full, kept = row_logprobs(
+            params, batch, model=self._model, policy=self._policy, layout=self._layout
+        )
+        return all_rows(full, self._layout), all_rows(kept, self._layout)
 
     def __call__(self, params: Any, examples: Sequence[Example]) -> list[Scored]:
         """One `Scored` an example, in order.
@@ -46,8 +47,7 @@ class Scorer:
         Raises:
           ValueError: if an example exceeds `microbatch_tokens`.
         """
-        policy, layout = self._static["policy"], self._static["layout"]
-        calls, placed = pack(examples, self._budget, policy, layout)
+        calls, placed = pack(examples, self._budget, self._policy, self._layout)
         rows = [jax.device_get(self.call(params, put(call, self._mesh))) for call in calls]
         found: list[Scored] = [Scored(np.empty(0), np.empty(0))] * len(examples)
         for at in placed:
