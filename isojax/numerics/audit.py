@@ -26,7 +26,8 @@ MOVEMENT = frozenset({
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """One floating-point operation outside every op: its primitive, where it was written, its path."""
+    """One floating-point operation outside every op: its primitive, where it was written, its path.
+    """
 
     primitive: str
     source: str
