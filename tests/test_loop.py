@@ -14,6 +14,7 @@ from isojax.contract.canonical import ContractError
 from isojax.report.metrics import REQUIRED, read_metrics
 from isojax.rl import dapo, loop
 from isojax.rl.loop import DisagreementError, Run
+from isojax.trainer.optimizer import Schedule
 from tests.util import assert_same_bits
 
 SETTINGS = {
@@ -136,7 +137,7 @@ def test_the_first_minibatch_is_on_policy_also_where_sampling_is_cut(runs_dir, w
         dataclasses.replace(example, old_logp=own.kept)
         for example, own in zip(examples, scored, strict=True)
     ]
-    _, result = run.trainer.step(run.state, examples, run.loss)
+    _, result = run.trainer.step(run.state, examples, run.loss, Schedule(1e-3))
     assert result.totals["log_ratio"] == 0.0 and result.clip_fraction == 0.0
 
 

@@ -10,7 +10,6 @@ from isojax.numerics.policy import Policy
 from isojax.trainer.loss import (
     STATS,
     PolicyLoss,
-    cross_entropy,
     policy_loss,
     rank_total,
     token_total,
@@ -105,13 +104,12 @@ def test_rows_without_weight_give_exact_zero_whatever_they_hold():
         assert (x.view(np.int32) == 0).all()
 
 
-def test_cross_entropy():
-    logp = jnp.asarray([-1.5, -2.0, jnp.nan])
-    weight = jnp.asarray([0.5, 0.25, 0.0])
-    loss, backward, stats = jax.vjp(lambda x: cross_entropy(x, weight), logp, has_aux=True)
-    np.testing.assert_array_equal(loss, [0.75, 0.5, 0.0])
-    np.testing.assert_array_equal(backward(jnp.ones(3))[0], [-0.5, -0.25, 0.0])
-    assert stats[:, 0].sum() == 2
+def test_without_an_older_policy_it_is_maximum_likelihood():
+    logp = np.asarray([-1.5, -2.0, -0.1], np.float32)
+    _, gradient, stats = both(logp, np.full(3, np.nan), np.ones(3), [0.5, 0.25, 0.0])
+    np.testing.assert_array_equal(gradient, [-0.5, -0.25, 0.0])
+    counts = dict(zip(STATS, stats.sum(0), strict=True))
+    assert (counts["tokens"], counts["negative_logp"], counts["log_ratio"]) == (2, 3.5, 0)
 
 
 def test_totals_do_not_depend_on_the_mesh():

@@ -10,10 +10,11 @@ from jax.sharding import PartitionSpec as P
 from isojax.mesh import Layout
 from isojax.numerics.policy import Policy
 from isojax.trainer import optimizer
-from isojax.trainer.optimizer import AdamW
+from isojax.trainer.optimizer import AdamW, Schedule
 from isojax.trainer.sharding import place, reduce_gradient
 
 POLICY = Policy()
+SCHEDULE = Schedule(learning_rate=1e-2, warmup_steps=2)
 MESHES = ["1x1", "2x1", "1x2", "2x2", "8x1", "4x2", "1x8", "2x4"]
 
 SHAPES = {
@@ -68,9 +69,17 @@ def run(mesh: str, adamw: AdamW, steps: int, dtype=jnp.float32):
     def body(params, gradients):
         master, opt = optimizer.init(adamw, params, at, layout)
         norms = []
-        for g in gradients:
+        for i, g in enumerate(gradients):
             master, opt, params, norm = optimizer.update(
-                adamw, g, master, opt, params, placements=at, policy=POLICY, layout=layout
+                adamw,
+                g,
+                master,
+                opt,
+                params,
+                SCHEDULE.rate(i),
+                placements=at,
+                policy=POLICY,
+                layout=layout,
             )
             norms.append(norm)
         return params, master, opt, jnp.stack(norms)
@@ -86,7 +95,7 @@ def run(mesh: str, adamw: AdamW, steps: int, dtype=jnp.float32):
 
 
 def test_update_is_optax_adamw():
-    adamw = AdamW(learning_rate=1e-2, warmup_steps=2, weight_decay=0.1, max_grad_norm=5.0)
+    adamw = AdamW(weight_decay=0.1, max_grad_norm=5.0)
     params, _, _, norms = run("1x1", adamw, 3)
     reference = optax.chain(
         optax.clip_by_global_norm(5.0),
@@ -114,7 +123,7 @@ def test_update_is_optax_adamw():
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_every_mesh_gives_the_same_bits(dtype):
-    adamw = AdamW(learning_rate=1e-2, max_grad_norm=1.0)
+    adamw = AdamW(max_grad_norm=1.0)
     bits = lambda x: np.asarray(x).view(np.int16 if x.dtype == jnp.bfloat16 else np.int32)  # noqa: E731
     base = jax.tree.map(bits, run(MESHES[0], adamw, 2, dtype))
     assert base[0]["embed"].dtype == (np.int16 if dtype == jnp.bfloat16 else np.int32)
@@ -131,7 +140,15 @@ def test_a_gradient_that_is_not_finite_changes_nothing():
     master, state = optimizer.init(adamw, params, at, layout)
     gradient = {"w": jnp.ones((8, 8)).at[3, 3].set(jnp.nan)}
     new_master, new_state, new_params, norm = optimizer.update(
-        adamw, gradient, master, state, params, placements=at, policy=POLICY, layout=layout
+        adamw,
+        gradient,
+        master,
+        state,
+        params,
+        jnp.float32(0.1),
+        placements=at,
+        policy=POLICY,
+        layout=layout,
     )
     assert not np.isfinite(norm)
     same = lambda a, b: np.testing.assert_array_equal(a, b)  # noqa: E731
@@ -158,9 +175,10 @@ def test_the_tree_is_that_of_the_finest_cut():
 
 
 def test_warm_up():
-    rates = [float(AdamW(learning_rate=1.0, warmup_steps=4).rate(i)) for i in range(6)]
-    np.testing.assert_allclose(rates, [0.25, 0.5, 0.75, 1, 1, 1])
-    assert AdamW(learning_rate=0.5).rate(0) == 0.5
+    rates = [Schedule(1.0, warmup_steps=4).rate(i) for i in range(6)]
+    np.testing.assert_array_equal(rates, [0.25, 0.5, 0.75, 1, 1, 1])
+    assert Schedule(0.5).rate(0) == 0.5
+    assert rates[0].dtype == np.float32
 
 
 def test_placement_takes_the_longest_whole_axis():

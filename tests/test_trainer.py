@@ -12,8 +12,8 @@ from isojax.models.config import ModelConfig
 from isojax.models.init import init_params
 from isojax.numerics.policy import Policy
 from isojax.trainer.checkpoint import Checkpoints
-from isojax.trainer.loss import CrossEntropy, PolicyLoss
-from isojax.trainer.optimizer import AdamW
+from isojax.trainer.loss import PolicyLoss
+from isojax.trainer.optimizer import AdamW, Schedule
 from isojax.trainer.packing import Example
 from isojax.trainer.score import Scorer, compare
 from isojax.trainer.step import Trainer
@@ -51,7 +51,8 @@ MODELS = {
     ),
 }
 POLICY = Policy(chunk=16, kv_block=16, kv_segment=64)
-ADAMW = AdamW(learning_rate=1e-2, warmup_steps=2, weight_decay=0.1, max_grad_norm=0.5)
+ADAMW = AdamW(weight_decay=0.1, max_grad_norm=0.5)
+SCHEDULE = Schedule(learning_rate=1e-2, warmup_steps=2)
 BUDGET = 64
 MESHES = [
     ("dense", "4x1"),
@@ -76,7 +77,9 @@ def examples(count: int, seed: int) -> list[Example]:
                 tokens=rng.integers(0, VOCAB, length).astype(np.int32),
                 prompt_length=prompt,
                 inverse_temperature=1.25,
-                old_logp=-rng.exponential(4, length - prompt).astype(np.float32),
+                old_logp=None
+                if rng.random() < 0.2
+                else -rng.exponential(4, length - prompt).astype(np.float32),
                 advantage=float(np.float32(rng.normal())),
                 weight=float(rng.random() < 0.9),
             )
@@ -101,8 +104,7 @@ def start(trainer: Trainer):
 def train(trainer: Trainer, state, steps: range):
     results = []
     for i in steps:
-        loss = CrossEntropy() if i % 2 else PolicyLoss()
-        state, result = trainer.step(state, examples(32, i), loss)
+        state, result = trainer.step(state, examples(32, i), PolicyLoss(), SCHEDULE)
         results.append(result)
     return state, results
 
@@ -168,7 +170,7 @@ def test_on_policy_step_sees_ratio_one():
         dataclasses.replace(example, old_logp=scored.full)
         for example, scored in zip(data, scorer(state.params, data), strict=True)
     ]
-    _, result = trainer.step(state, data, PolicyLoss())
+    _, result = trainer.step(state, data, PolicyLoss(), SCHEDULE)
     assert result.totals["log_ratio"] == 0.0
     assert result.clip_fraction == 0.0
 
@@ -199,7 +201,7 @@ def test_a_missing_checkpoint_is_said_so(tmp_path):
 def test_a_gradient_that_is_not_finite_is_said_so():
     trainer = trainer_of("dense", "1x1")
     bad = [dataclasses.replace(e, advantage=float("nan")) for e in examples(4, 1)]
-    state, result = trainer.step(start(trainer), bad, PolicyLoss())
+    state, result = trainer.step(start(trainer), bad, PolicyLoss(), SCHEDULE)
     assert not result.finite
     assert_same_bits(host(state), host(start(trainer)))
 
@@ -208,7 +210,7 @@ def test_a_minibatch_without_weight_changes_nothing():
     trainer = trainer_of("dense", "1x1")
     state = start(trainer)
     data = [dataclasses.replace(e, weight=0.0) for e in examples(4, 1)]
-    after, result = trainer.step(state, data, PolicyLoss())
+    after, result = trainer.step(state, data, PolicyLoss(), SCHEDULE)
     assert after is state and result.tokens == 0
 
 

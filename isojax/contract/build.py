@@ -10,7 +10,7 @@ from typing import Any
 from isojax.config import RunConfig, resolve_model
 from isojax.contract import claims, environment
 from isojax.contract.canonical import ContractError, bits, digest
-from isojax.contract.cases import DECODE, MIXED, SCORE, STEP, Lowering, adamw, deployed
+from isojax.contract.cases import DECODE, MIXED, SCORE, STEP, Lowering, deployed
 from isojax.contract.contract import VERSION, Contract
 from isojax.contract.equivalence import equivalence
 from isojax.contract.probed import Probed
@@ -18,6 +18,7 @@ from isojax.contract.sources import Sources, Symbol
 from isojax.mesh import Layout
 from isojax.models.config import ModelConfig
 from isojax.ops.op import REGISTRY
+from isojax.trainer import settings
 
 # of a model's description, what no number depends on
 _NOT_SEMANTIC = ("eos_token_ids", "bos_token_id", "pad_token_id", "max_position_embeddings")
@@ -100,18 +101,17 @@ def _model(model: ModelConfig) -> dict[str, Any]:
     return {k: v for k, v in constants(model).items() if k not in _NOT_SEMANTIC}
 
 
-def constants(settings: Any) -> dict[str, Any]:
+def constants(record: Any) -> dict[str, Any]:
     """Every field of a dataclass, such as a policy, as its bits."""
-    return {f.name: bits(getattr(settings, f.name)) for f in dataclasses.fields(settings)}
+    return {f.name: bits(getattr(record, f.name)) for f in dataclasses.fields(record)}
 
 
 def training(config: RunConfig) -> dict[str, Any]:
     """Constants of the loss and of the update."""
-    clip = {f"clip_{k}": getattr(config.algorithm, f"clip_{k}") for k in ("low", "high")}
     constants = {
-        **clip,
-        "dual_clip": config.algorithm.dual_clip,
-        **dataclasses.asdict(adamw(config)),
+        **dataclasses.asdict(settings.policy_loss(config)),
+        **dataclasses.asdict(settings.adamw(config)),
+        **dataclasses.asdict(settings.schedule(config)),
     }
     return {name: bits(value) for name, value in constants.items()}
 

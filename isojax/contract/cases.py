@@ -22,9 +22,8 @@ from isojax.numerics.policy import Policy
 from isojax.sampler.config import EngineConfig, buckets
 from isojax.sampler.executor import Executor
 from isojax.sampler.inputs import pack, shape_of
-from isojax.trainer.loss import PolicyLoss
-from isojax.trainer.optimizer import AdamW
-from isojax.trainer.packing import TrainBatch
+from isojax.trainer import settings
+from isojax.trainer.packing import TrainBatch, bucket_of
 from isojax.trainer.score import Scorer
 from isojax.trainer.step import Trainer, TrainState
 
@@ -78,15 +77,8 @@ def deployed(config: RunConfig, layout: Layout) -> Sizes:
     shaped = buckets(engine, chunk)
     decode = [b for b in shaped if b.piece_rows == 1][-1]
     mixed = [b for b in shaped if b.piece_rows > 1][-1]
-    rows, pages = config.trainer.microbatch_tokens, -(-config.max_length // chunk)
-    sequences = 1 << max(0, rows // config.max_length - 1).bit_length()
-    train = Bucket(
-        tokens=leaves * rows,
-        sequences=leaves * sequences,
-        pieces=leaves * (rows // chunk + sequences),
-        pages=1 << (pages - 1).bit_length(),
-        piece_rows=chunk,
-    )
+    rows, longest = config.trainer.microbatch_tokens, config.max_length
+    train = bucket_of(rows, leaves, rows // longest, longest, chunk)
     return Sizes(decode, mixed, train, engine.pool(chunk), engine.max_sequences)
 
 
@@ -160,20 +152,20 @@ class Lowering:
     def gradient(self, bucket: Bucket, remat: bool) -> Any:
         """One microbatch: forward, backward, gradients joined to those before."""
         trainer = self._trainer(remat)
-        clip = self.config.algorithm
-        loss = PolicyLoss(clip.clip_low, clip.clip_high, clip.dual_clip)
+        loss = settings.policy_loss(self.config)
         return trainer.add.trace(self.params, self._totals(trainer), self._batch(bucket), loss)
 
     def update(self) -> Any:
         """The optimizer's update."""
         trainer = self._trainer(self.config.trainer.remat)
         state = TrainState(self.params, *trainer.abstract_state())
-        return trainer.update.trace(self._totals(trainer)[0], state)
+        rate = jax.ShapeDtypeStruct((), jnp.float32)
+        return trainer.update.trace(self._totals(trainer)[0], state, rate)
 
     def _trainer(self, remat: bool) -> Trainer:
         return Trainer(
             *self._static,
-            adamw(self.config),
+            settings.adamw(self.config),
             microbatch_tokens=self.config.trainer.microbatch_tokens,
             remat=remat,
         )
@@ -208,17 +200,3 @@ class Lowering:
         )
         floats = [self._rows((data * t,), jnp.float32) for _ in range(5)]
         return TrainBatch(ragged, ints(t), *floats)
-
-
-def adamw(config: RunConfig) -> AdamW:
-    """The optimizer of a run."""
-    t = config.trainer
-    return AdamW(
-        learning_rate=t.learning_rate,
-        warmup_steps=t.warmup_steps,
-        beta1=t.beta1,
-        beta2=t.beta2,
-        epsilon=t.epsilon,
-        weight_decay=t.weight_decay,
-        max_grad_norm=t.max_grad_norm,
-    )

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from isojax.config import RunConfig, TrainerConfig, resolve_model
+from isojax.config import RunConfig, resolve_model
 from isojax.config_io import to_toml
 from isojax.contract import startup
 from isojax.contract.cases import engine_config
@@ -30,10 +30,10 @@ from isojax.rl.warm_start import answers
 from isojax.sampler.engine import Engine
 from isojax.sampler.executor import Executor
 from isojax.tokenizer import TINY, Tokenizer
+from isojax.trainer import settings
 from isojax.trainer.checkpoint import Checkpoints
 from isojax.trainer.interrupt import Interrupts
-from isojax.trainer.loss import CrossEntropy, Loss, PolicyLoss
-from isojax.trainer.optimizer import AdamW
+from isojax.trainer.optimizer import Schedule
 from isojax.trainer.packing import Example
 from isojax.trainer.score import Scored, Scorer, compare
 from isojax.trainer.step import StepResult, Trainer
@@ -64,19 +64,6 @@ class Position:
     def number(self) -> int:
         """The checkpoint's number."""
         return self.warm + self.step
-
-
-def adamw_of(config: TrainerConfig, learning_rate: float) -> AdamW:
-    """The optimizer of a configuration, at another learning rate in the warm start."""
-    return AdamW(
-        learning_rate=learning_rate,
-        warmup_steps=config.warmup_steps,
-        beta1=config.beta1,
-        beta2=config.beta2,
-        epsilon=config.epsilon,
-        weight_decay=config.weight_decay,
-        max_grad_norm=config.max_grad_norm,
-    )
 
 
 class Run:
@@ -114,8 +101,16 @@ class Run:
         self.rewards = rewards_of(config.data)
         self.mesh = config.mesh.mesh()
         self.contract = startup.of_run(config, pinned=pinned, known=known)
-        self.warm_trainer = self._trainer(config.warm_start.learning_rate)
-        self.trainer = self._trainer(config.trainer.learning_rate)
+        self.trainer = Trainer(
+            self.model,
+            config.policy,
+            config.mesh,
+            self.mesh,
+            settings.adamw(config),
+            microbatch_tokens=config.trainer.microbatch_tokens,
+            remat=config.trainer.remat,
+            longest=config.max_length,
+        )
         self.checkpoints = Checkpoints(
             config.folder / "checkpoints", self.trainer, keep=config.trainer.keep_checkpoints
         )
@@ -133,11 +128,15 @@ class Run:
             )
         else:
             self.position = Position()
-            first = self.warm_trainer if config.warm_start.steps else self.trainer
-            self.state = first.init(self._first_weights())
+            self.state = self.trainer.init(self._first_weights())
         self.stream = prompt_stream(config.data, self.tokenizer, config.seed, self.position.stream)
         self.scorer = Scorer(
-            self.model, config.policy, config.mesh, self.mesh, config.trainer.microbatch_tokens
+            self.model,
+            config.policy,
+            config.mesh,
+            self.mesh,
+            config.trainer.microbatch_tokens,
+            longest=config.max_length,
         )
         sizes = engine_config(config)
         self.executor = Executor(
@@ -160,21 +159,7 @@ class Run:
             weights_version=self.position.step,
             contract_digest=self.contract.numerical,
         )
-        self.loss = PolicyLoss(
-            config.algorithm.clip_low, config.algorithm.clip_high, config.algorithm.dual_clip
-        )
-
-    def _trainer(self, learning_rate: float) -> Trainer:
-        config = self.config.trainer
-        return Trainer(
-            self.model,
-            self.config.policy,
-            self.config.mesh,
-            self.mesh,
-            adamw_of(config, learning_rate),
-            microbatch_tokens=config.microbatch_tokens,
-            remat=config.remat,
-        )
+        self.loss = settings.policy_loss(config)
 
     def _first_weights(self) -> Any:
         config = self.config
@@ -239,14 +224,14 @@ class Run:
         for step in progress(steps, "warm start", len(steps), enabled=self.config.report.progress):
             examples = answers(self.stream, self.stream.take(config.prompts))
             with interrupts.held():
-                (result,) = self._train(self.warm_trainer, [examples], CrossEntropy())
+                (result,) = self._train([examples], settings.warm_schedule(self.config))
                 if step + 1 == config.steps:
                     self.state = self.trainer.init(self.state.params)
                 self.position = Position(step + 1, 0, self.stream.position)
             if (step + 1) % shown == 0:
                 seconds = time.perf_counter() - start
                 done = f"warm start {step + 1}/{config.steps}"
-                print(f"{done}  loss {result.loss:.3f}  {seconds:.1f} s", flush=True)
+                print(f"{done}  loss {result.negative_logp:.3f}  {seconds:.1f} s", flush=True)
         self.engine.update_params(self.state.params, self.position.step)
         self._save()
 
@@ -276,7 +261,7 @@ class Run:
         size = config.trainer.minibatch_prompts * config.algorithm.samples_per_prompt
         minibatches = [examples[i : i + size] for i in range(0, len(examples), size)]
         with interrupts.held():
-            results = self._train(self.trainer, minibatches, self.loss)
+            results = self._train(minibatches, settings.schedule(config))
             self.position = dataclasses.replace(
                 self.position, step=self.position.step + 1, stream=self.stream.position
             )
@@ -326,12 +311,12 @@ class Run:
         }
 
     def _train(
-        self, trainer: Trainer, minibatches: Sequence[Sequence[Example]], loss: Loss
+        self, minibatches: Sequence[Sequence[Example]], schedule: Schedule
     ) -> list[StepResult]:
         results = []
         self._whole = False
         for minibatch in minibatches:
-            self.state, result = trainer.step(self.state, minibatch, loss)
+            self.state, result = self.trainer.step(self.state, minibatch, self.loss, schedule)
             if not result.finite:
                 raise NotFiniteError(
                     f"step {self.position.step}: the norm of the gradient is {result.grad_norm}"

@@ -49,31 +49,15 @@ class PolicyLoss:
                 f"got {self.clip_low}, {self.clip_high}, {self.dual_clip}"
             )
 
-    def __call__(
-        self, full: jax.Array, kept: jax.Array, batch: TrainBatch
-    ) -> tuple[jax.Array, jax.Array]:
-        """Log-probabilities [T] over the full and the kept vocabulary -> loss [T], stats [T, K]."""
+    def __call__(self, logp: jax.Array, batch: TrainBatch) -> tuple[jax.Array, jax.Array]:
+        """Log-probabilities [T] over the kept vocabulary -> loss [T], stats [T, K]."""
         return policy_loss(
-            kept,
+            logp,
             batch.old_logp,
             batch.advantage,
             batch.weight,
             bounds=(self.clip_low, self.clip_high, self.dual_clip),
         )
-
-
-@dataclasses.dataclass(frozen=True)
-class CrossEntropy:
-    """Negative log-probability of the predicted tokens: the supervised warm start."""
-
-    def __call__(
-        self, full: jax.Array, kept: jax.Array, batch: TrainBatch
-    ) -> tuple[jax.Array, jax.Array]:
-        """Log-probabilities [T] over the full and the kept vocabulary -> loss [T], stats [T, K]."""
-        return cross_entropy(full, batch.weight)
-
-
-Loss = PolicyLoss | CrossEntropy
 
 
 @op("policy_loss", static=("bounds",))
@@ -89,11 +73,14 @@ def policy_loss(
     dual_clip).
 
     With r = exp(logp - old_logp) and A the advantage, the objective is min(r A, clip(r) A), and no
-    less than dual_clip A where A < 0. Returns loss [T] = -weight * objective and stats [T,
-    len(STATS)].
+    less than dual_clip A where A < 0. Where old_logp is NaN the old policy is the present one: r is
+    1 and the gradient that of A logp; with A = 1, maximum likelihood.
+
+    Returns loss [T] = -weight * objective and stats [T, len(STATS)].
     """
     low, high, dual = (jnp.float32(x) for x in (1 - bounds[0], 1 + bounds[1], bounds[2]))
     asked = weight > 0
+    old_logp = jnp.where(jnp.isnan(old_logp), jax.lax.stop_gradient(logp), old_logp)
     log_ratio = jnp.where(asked, logp - old_logp, 0.0)
     ratio = jnp.exp(jax.lax.stop_gradient(log_ratio))
     clipped_high = asked & (advantage > 0) & (ratio > high)
@@ -106,16 +93,6 @@ def policy_loss(
     loss = jnp.where(asked, -weight * (factor * advantage), 0.0)
     columns = (asked, clipped_high, clipped_low, clipped_dual, -logp, log_ratio)
     return loss, _stats(asked, columns)
-
-
-@op("cross_entropy")
-def cross_entropy(logp: jax.Array, weight: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """logp, weight float32 [T] -> loss [T] = -weight * logp, stats [T, len(STATS)]."""
-    asked = weight > 0
-    none = jnp.zeros_like(logp)
-    return jnp.where(asked, -weight * logp, 0.0), _stats(
-        asked, (asked, none, none, none, -logp, none)
-    )
 
 
 def _stats(asked: jax.Array, columns: tuple[jax.Array, ...]) -> jax.Array:

@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import lax
 
@@ -25,35 +26,35 @@ from isojax.trainer.sharding import Placement, axis_names, gather, scatter
 class AdamW:
     """Hyperparameters (Loshchilov and Hutter, 2019, arXiv:1711.05101).
 
-    learning_rate: after the warm-up. warmup_steps: the rate rises linearly over them, step 0
-      included.
     weight_decay: of matrices; vectors (norms, biases, decay rates) are not decayed.
     max_grad_norm: gradients of a larger global norm are scaled down to it; 0 never scales.
     """
 
-    learning_rate: float = 1e-6
-    warmup_steps: int = 0
     beta1: float = 0.9
     beta2: float = 0.999
     epsilon: float = 1e-8
     weight_decay: float = 0.1
     max_grad_norm: float = 1.0
 
-    def rate(self, step: jax.Array | int) -> jax.Array:
-        """Learning rate of optimizer step `step` (from 0), float32."""
-        share = (jnp.asarray(step, jnp.float32) + 1) / max(self.warmup_steps, 1)
-        return jnp.float32(self.learning_rate) * jnp.minimum(share, 1.0)
-
     def transformation(self) -> optax.GradientTransformation:
-        """The optax transformation, clipping left out."""
-        return optax.adamw(
-            self.rate,
-            b1=self.beta1,
-            b2=self.beta2,
-            eps=self.epsilon,
-            weight_decay=self.weight_decay,
-            mask=decayed,
+        """What is left of AdamW in optax, without learning rate and clipping."""
+        return optax.chain(
+            optax.scale_by_adam(b1=self.beta1, b2=self.beta2, eps=self.epsilon),
+            optax.add_decayed_weights(self.weight_decay, mask=decayed),
         )
+
+
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    """learning_rate: after the warm-up. warmup_steps: steps over which the rate rises linearly."""
+
+    learning_rate: float = 1e-6
+    warmup_steps: int = 0
+
+    def rate(self, step: int) -> np.float32:
+        """Learning rate of optimizer step `step`, counted from 0."""
+        share = min((step + 1) / max(self.warmup_steps, 1), 1.0)
+        return np.float32(self.learning_rate * share)
 
 
 def decayed(params: Any) -> Any:
@@ -139,12 +140,15 @@ def update(
     master: Any,
     state: Any,
     params: Any,
+    rate: jax.Array,
     *,
     placements: Any,
     policy: Policy,
     layout: Layout,
 ) -> tuple[Any, Any, Any, jax.Array]:
-    """One optimizer step -> (master, state, params in their dtypes, the gradients' global norm).
+    """One optimizer step at learning rate `rate`, a float32 scalar.
+
+    Returns (master, state, params in their dtypes, the gradients' global norm).
 
     A norm that is not finite leaves everything as it was; the caller sees it in the norm.
     """
@@ -158,6 +162,7 @@ def update(
         shrink = jnp.minimum(1.0, adamw.max_grad_norm / norm)
         gradients = jax.tree.map(lambda g: g * shrink, gradients)
     changes, new_state = adamw.transformation().update(gradients, state, master)
+    changes = jax.tree.map(lambda change: -rate * change, changes)
     finite = jnp.isfinite(norm)
     keep = lambda new, old: jnp.where(finite, new, old)  # noqa: E731
     new_state = jax.tree.map(keep, new_state, state)

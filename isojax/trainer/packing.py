@@ -31,7 +31,7 @@ class Example:
     inverse_temperature: what logits are multiplied by before the softmax.
     threshold [R]: float32, where the sampler cut the vocabulary; None where it kept all of it.
     old_logp [R]: float32 log-probabilities under the policy that sampled, over the set it kept;
-      None outside RL.
+      None where that is the policy being trained, and always outside RL.
     advantage: of every predicted token.
     weight: 1 for a sequence that takes part in the loss, 0 for one that is filtered out.
     """
@@ -130,42 +130,38 @@ def fill(lengths: Sequence[int], budget: int) -> list[list[int]]:
     return bins
 
 
-def bucket_of(leaves: Sequence[Sequence[int]], budget: int, ranks: int, chunk: int) -> Bucket:
-    """The static shape of a call on one data rank; leaves: lengths of the sequences in each leaf.
+def bucket_of(budget: int, leaves: int, most: int, longest: int, chunk: int) -> Bucket:
+    """The static shape of a call on a data rank of `leaves` leaves.
 
-    Rows of a leaf are `budget` or a half, a quarter, ... of it down to one chunk; sequences a power
-    of
-    two: a handful of programs serve every minibatch.
+    budget: rows of a leaf. most: sequences that one of them holds. longest: rows of a sequence.
+    Every call has all its rows, and sequences are counted in powers of two from 16 on (fewer where
+    that many would be very short), so that one program serves nearly every call.
     """
-    rows = budget
-    while rows % (2 * chunk) == 0 and all(sum(leaf) <= rows // 2 for leaf in leaves):
-        rows //= 2
-    most = max(1, max((len(leaf) for leaf in leaves), default=1))
-    sequences = 1 << (most - 1).bit_length()
-    per_rank = len(leaves) // ranks
-    pages = max((-(-length // chunk) for leaf in leaves for length in leaf), default=1)
+    sequences = max(1 << (most - 1).bit_length(), min(16, budget // 16))
     return Bucket(
-        tokens=per_rank * rows,
-        sequences=per_rank * sequences,
-        pieces=per_rank * (rows // chunk + sequences),
-        pages=1 << (max(pages, 1) - 1).bit_length(),
+        tokens=leaves * budget,
+        sequences=leaves * sequences,
+        pieces=leaves * (budget // chunk + sequences),
+        pages=-(-longest // chunk),
         piece_rows=chunk,
     )
 
 
-def pool_pages(bucket: Bucket) -> int:
-    """Pages that a rank's call may need: every sequence fills whole chunks but its last."""
-    return bucket.pieces
-
-
 def pack(
-    examples: Sequence[Example], budget: int, policy: Policy, layout: Layout, scale: float = 1.0
+    examples: Sequence[Example],
+    budget: int,
+    policy: Policy,
+    layout: Layout,
+    *,
+    scale: float = 1.0,
+    longest: int | None = None,
 ) -> tuple[list[TrainBatch], list[Placed]]:
     """Cut, pack and lay out a minibatch: the global arrays of each call, in order, and where all
     landed.
 
     budget: rows of one leaf, a multiple of `policy.chunk`. scale: multiplies every example's weight
-    (one over the global count of tokens). Ranks' arrays are concatenated along the leading axis.
+    (one over the global count of tokens). longest: no sequence of any minibatch takes more rows; by
+    default that is known of this one alone. Ranks' arrays are concatenated along the leading axis.
 
     Raises:
       ValueError: if the data ranks do not divide the leaves, the budget is no multiple of a chunk,
@@ -183,11 +179,11 @@ def pack(
         for group in cut([example.rows for example in examples], leaves)
     ]
     calls, placed = [], []
+    share = leaves // ranks
+    longest = longest or max(example.rows for example in examples)
     for m in range(max(map(len, groups))):
         parts = [group[m] if m < len(group) else [] for group in groups]
-        lengths = [[examples[i].rows for i in part] for part in parts]
-        bucket = bucket_of(lengths, budget, ranks, policy.chunk)
-        share = leaves // ranks
+        bucket = bucket_of(budget, share, max(map(len, parts)), longest, policy.chunk)
         batches = []
         for rank in range(ranks):
             mine = parts[rank * share : (rank + 1) * share]
@@ -229,8 +225,7 @@ def _rank_batch(
             weight[rows] = np.float32(example.weight) * np.float32(scale)
             if example.threshold is not None:
                 threshold[rows] = example.threshold
-            if example.old_logp is not None:
-                old_logp[rows] = example.old_logp
+            old_logp[rows] = np.nan if example.old_logp is None else example.old_logp
             page += pages
             row += example.rows
     return TrainBatch(

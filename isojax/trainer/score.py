@@ -27,11 +27,19 @@ class Scorer:
     """Scores sequences without gradients, with the forward that samples and trains."""
 
     def __init__(
-        self, model: ModelConfig, policy: Policy, layout: Layout, mesh: Mesh, microbatch_tokens: int
+        self,
+        model: ModelConfig,
+        policy: Policy,
+        layout: Layout,
+        mesh: Mesh,
+        microbatch_tokens: int,
+        longest: int | None = None,
     ) -> None:
+        """microbatch_tokens, longest: see `isojax.trainer.step.Trainer`."""
         self._model, self._policy, self._layout = model, policy, layout
         self._mesh = mesh
         self._budget = microbatch_tokens
+        self._longest = longest
         in_specs = (specs(model, policy, layout), ROWS)
         self.call = jax.jit(shard(self._rank_rows, mesh, in_specs, PartitionSpec()))
 
@@ -47,7 +55,9 @@ class Scorer:
         Raises:
           ValueError: if an example exceeds `microbatch_tokens`.
         """
-        calls, placed = pack(examples, self._budget, self._policy, self._layout)
+        calls, placed = pack(
+            examples, self._budget, self._policy, self._layout, longest=self._longest
+        )
         rows = [jax.device_get(self.call(params, put(call, self._mesh))) for call in calls]
         found: list[Scored] = [Scored(np.empty(0), np.empty(0))] * len(examples)
         for at in placed:

@@ -18,8 +18,8 @@ from isojax.numerics.policy import Policy
 from isojax.trainer import optimizer
 from isojax.trainer.call import ROWS, put, row_logprobs, shard
 from isojax.trainer.gradients import add_gradients
-from isojax.trainer.loss import STATS, Loss
-from isojax.trainer.optimizer import AdamW
+from isojax.trainer.loss import STATS, PolicyLoss
+from isojax.trainer.optimizer import AdamW, Schedule
 from isojax.trainer.packing import Example, TrainBatch, pack
 from isojax.trainer.sharding import Placement, placements
 
@@ -59,6 +59,11 @@ class StepResult:
         return bool(np.isfinite(self.grad_norm))
 
     @property
+    def negative_logp(self) -> float:
+        """Mean over tokens: the cross-entropy, nats."""
+        return self.totals["negative_logp"] / max(self.tokens, 1.0)
+
+    @property
     def clip_fraction(self) -> float:
         """Share of tokens whose objective was clipped."""
         kinds = ("clipped_high", "clipped_low", "clipped_dual")
@@ -68,7 +73,9 @@ class StepResult:
 class Trainer:
     """Compiled training of one model on one mesh.
 
-    microbatch_tokens: rows of one batch leaf in one call. remat: recompute layers in the backward.
+    microbatch_tokens: rows of one batch leaf in one call. longest: tokens of the longest sequence
+    (default: unknown, a longer one than before then compiles anew). remat: recompute layers in the
+    backward.
     """
 
     def __init__(
@@ -81,11 +88,13 @@ class Trainer:
         *,
         microbatch_tokens: int,
         remat: bool,
+        longest: int | None = None,
     ) -> None:
         self.model, self.policy, self.layout, self.mesh = model, policy, layout, mesh
         self.adamw = adamw
         self.microbatch_tokens = microbatch_tokens
         self.remat = remat
+        self.longest = longest
         described = parameters(model, policy, layout)
         self.placements = placements(model, policy, layout)
         param = jax.tree.map(lambda at: at.param, self.placements)
@@ -121,7 +130,7 @@ class Trainer:
             shard(
                 self._rank_update,
                 mesh,
-                (blocks, self.specs),
+                (blocks, self.specs, none),
                 (self.specs, none),
             ),
             donate_argnums=(0, 1),
@@ -151,7 +160,11 @@ class Trainer:
         return TrainState(self._cast(master), master, opt)
 
     def step(
-        self, state: TrainState, examples: Sequence[Example], loss: Loss
+        self,
+        state: TrainState,
+        examples: Sequence[Example],
+        loss: PolicyLoss,
+        schedule: Schedule,
     ) -> tuple[TrainState, StepResult]:
         """One optimizer step over a minibatch; `state` is consumed.
 
@@ -163,14 +176,20 @@ class Trainer:
         if not tokens:
             return state, StepResult(0.0, 0.0, 0.0, dict.fromkeys(STATS, 0.0))
         calls, _ = pack(
-            examples, self.microbatch_tokens, self.policy, self.layout, scale=1.0 / tokens
+            examples,
+            self.microbatch_tokens,
+            self.policy,
+            self.layout,
+            scale=1.0 / tokens,
+            longest=self.longest,
         )
         totals = self.zeros()
         for call in calls:
             totals = self.add(state.params, totals, put(call, self.mesh), loss)
         gradients, sums = totals
-        state, (norm, rate) = self.update(gradients, state)
-        sums, norm, rate = jax.device_get((sums, norm, rate))
+        rate = schedule.rate(int(optimizer.count(state.optimizer)))
+        state, norm = self.update(gradients, state, rate)
+        sums, norm = jax.device_get((sums, norm))
         by_name = dict(zip(STATS, map(float, sums[1:]), strict=True))
         return state, StepResult(float(sums[0]), float(norm), float(rate), by_name)
 
@@ -178,10 +197,10 @@ class Trainer:
         return optimizer.init(self.adamw, params, self.placements, self.layout)
 
     def _rank_add(
-        self, params: Any, totals: tuple[Any, jax.Array], batch: TrainBatch, loss: Loss
+        self, params: Any, totals: tuple[Any, jax.Array], batch: TrainBatch, loss: PolicyLoss
     ) -> tuple[Any, jax.Array]:
         def row_losses(params: Any) -> tuple[jax.Array, jax.Array]:
-            full, kept = row_logprobs(
+            _, kept = row_logprobs(
                 params,
                 batch,
                 model=self.model,
@@ -189,7 +208,7 @@ class Trainer:
                 layout=self.layout,
                 remat=self.remat,
             )
-            return loss(full, kept, batch)
+            return loss(kept, batch)
 
         return add_gradients(
             row_losses,
@@ -201,17 +220,17 @@ class Trainer:
         )
 
     def _rank_update(
-        self, gradients: Any, state: TrainState
-    ) -> tuple[TrainState, tuple[jax.Array, jax.Array]]:
-        rate = self.adamw.rate(optimizer.count(state.optimizer))
+        self, gradients: Any, state: TrainState, rate: jax.Array
+    ) -> tuple[TrainState, jax.Array]:
         master, opt, params, norm = optimizer.update(
             self.adamw,
             gradients,
             state.master,
             state.optimizer,
             state.params,
+            rate,
             placements=self.placements,
             policy=self.policy,
             layout=self.layout,
         )
-        return TrainState(params, master, opt), (norm, rate)
+        return TrainState(params, master, opt), norm
