@@ -29,6 +29,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from isojax.numerics import elementary
 from isojax.numerics.policy import Policy
 from isojax.numerics.trees import token_sum
 from isojax.ops import gated_delta_mosaic as mosaic
@@ -117,8 +118,8 @@ _gated_delta.defvjp(_gated_delta_fwd, _gated_delta_bwd)
 def _gates(a, b, A_log, dt_bias):
     """Log decay g and write strength beta, float32 [..., Hv]."""
     x = a.astype(jnp.float32) + dt_bias
-    softplus = jnp.maximum(x, 0) + jnp.log1p(jnp.exp(-jnp.abs(x)))
-    return -jnp.exp(A_log) * softplus, jax.nn.sigmoid(b.astype(jnp.float32))
+    softplus = jnp.maximum(x, 0) + elementary.log1p(elementary.exp(-jnp.abs(x)))
+    return -elementary.exp(A_log) * softplus, elementary.sigmoid(b.astype(jnp.float32))
 
 
 def _through_gates(leaves: int, inputs, by_token):
@@ -126,7 +127,7 @@ def _through_gates(leaves: int, inputs, by_token):
     q, k, v, a, b, A_log, dt_bias = inputs
     d_q, d_k, d_v, d_g, d_beta = by_token
     g, beta = _gates(a, b, A_log, dt_bias)
-    d_x = d_g * (-jnp.exp(A_log)) * jax.nn.sigmoid(a.astype(jnp.float32) + dt_bias)
+    d_x = d_g * (-elementary.exp(A_log)) * elementary.sigmoid(a.astype(jnp.float32) + dt_bias)
     d_b = d_beta * (beta * (1 - beta))
     d_A_log, d_bias = token_sum(jnp.stack([d_g * g, d_x], axis=1), leaves)
     return (

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.tree_util import register_dataclass
 
+from isojax.numerics import elementary
 from isojax.numerics.policy import Policy
 from isojax.numerics.trees import tree_sum
 from isojax.ops.gated_delta_state import DeltaState
@@ -143,7 +144,7 @@ def backward(saved: tuple, d_out: jax.Array) -> tuple[jax.Array, ...]:
         q, k, factors, v, G, beta, d_o, d, d_residual, entry, d_after
     )
     # G of the last row also decays the state and every row's share in the next one.
-    last = tree_sum(faded) + jnp.exp(G[..., -1]) * tree_sum(stated)
+    last = tree_sum(faded) + elementary.exp(G[..., -1]) * tree_sum(stated)
     d_G = d_G.at[..., -1].add(last)
     # g of row j enters G of rows j and later: sums from the end, by doubling.
     step = 1

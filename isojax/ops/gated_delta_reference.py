@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.tree_util import register_dataclass
 
+from isojax.numerics import elementary
 from isojax.numerics.policy import Policy
 from isojax.numerics.trees import tree_dot, tree_sum
 from isojax.ops.gated_delta_state import DeltaState, init_state
@@ -149,7 +150,7 @@ def _tiles(policy: Policy, inputs, gates, opened: DeltaState, rows: _Rows) -> _T
 
     upto, strict = rows.before(True), rows.before(False)
     gap = jnp.where(upto, G[..., :, None] - chunk_G[..., None, :], 0)
-    decay = jnp.where(upto, jnp.exp(gap), 0)
+    decay = jnp.where(upto, elementary.exp(gap), 0)
     width = policy.dot_width
     transposed = jnp.swapaxes(chunk_k, -1, -2)
     scores = (tree_dot(q, transposed, width) * decay).astype(policy.delta)
@@ -191,7 +192,7 @@ def _read(policy: Policy, tile: _Tiles, state, open_residual, open_update, offse
     the chunk [Hv, C, V], S^T k [Hv, R, V])."""
     dot = partial(tree_dot, width=policy.dot_width)
     operand = state.astype(policy.delta)
-    grown = jnp.exp(tile.G)
+    grown = elementary.exp(tile.G)
     seen = dot(tile.k, operand)
     r = (tile.beta * (tile.v - grown * seen)).astype(policy.delta)
     residual = _place(r, open_residual, offset, length)
@@ -204,9 +205,9 @@ def _read(policy: Policy, tile: _Tiles, state, open_residual, open_update, offse
 def _fold(policy: Policy, tile: _Tiles, state, update):
     """S' of a complete chunk."""
     last = tile.chunk_G[:, -1:]
-    scaled = (jnp.exp(last - tile.chunk_G)[..., None] * update).astype(policy.delta)
+    scaled = (elementary.exp(last - tile.chunk_G)[..., None] * update).astype(policy.delta)
     grown = tree_dot(jnp.swapaxes(tile.chunk_k, -1, -2), scaled, policy.dot_width)
-    return jnp.exp(last)[..., None] * state + grown
+    return elementary.exp(last)[..., None] * state + grown
 
 
 def _advance(policy: Policy, opened: DeltaState, tiles: _Tiles, rows: _Rows, sequences: int):
@@ -273,10 +274,10 @@ def backward(policy: Policy, inputs, gates, batch, d_out) -> tuple[jax.Array, ..
     _, _, update, entry, _, seen = _advance(policy, opened, t, rows, sequences)
     operand = low(entry)
     d_o = rows.take(d_out)
-    grown = jnp.exp(t.G)
+    grown = elementary.exp(t.G)
     last = t.chunk_G[..., -1:]
-    to_end = jnp.where(rows.closes[:, None, None], jnp.exp(last - t.chunk_G), 0)[..., None]
-    whole = jnp.where(rows.closes[:, None, None], jnp.exp(last), 0)[..., None]
+    to_end = jnp.where(rows.closes[:, None, None], elementary.exp(last - t.chunk_G), 0)[..., None]
+    whole = jnp.where(rows.closes[:, None, None], elementary.exp(last), 0)[..., None]
 
     # Serial, last piece first: the gradient of the state that enters each chunk.
     d_read = dot(turn(t.scores), d_o)
