@@ -1,4 +1,4 @@
-"""IsoJAX: one model, one forward, one set of kernels for the rollout engine and the trainer of RL."""
+"""IsoJAX: one model, one forward, one set of kernels for rollout engine and trainer."""
 
 from isojax import runtime as _runtime
 

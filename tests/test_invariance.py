@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from isojax.models.init import init_params
 
 from isojax import cache as caches
 from isojax.batch import Bucket
 from isojax.mesh import Layout
 from isojax.models.config import ModelConfig
+from isojax.models.init import init_params
 from isojax.numerics.policy import Policy
 from tests.runner import Runner, program
 from tests.util import assert_same_bits, whole_sequences

@@ -15,8 +15,8 @@ import numpy as np
 from isojax.contract import environment
 from isojax.contract.cases import DECODE, MIXED, PREFILL
 from isojax.sampler.config import EngineConfig
-from isojax.sampler.engine import Engine
-from isojax.sampler.executor import Executor, Sampled
+from isojax.sampler.engine import Engine, Runs
+from isojax.sampler.executor import Sampled
 from isojax.sampler.inputs import StepInputs
 from isojax.sampler.random import sample_key
 from isojax.sampler.request import Completion, Request
@@ -73,7 +73,7 @@ class Canary:
 class _Recorder:
     """An executor that notes which kind of call sampled each token."""
 
-    def __init__(self, executor: Executor) -> None:
+    def __init__(self, executor: Runs) -> None:
         self._executor = executor
         self.params, self.compiles = executor.params, executor.compiles
         self.kinds: dict[tuple[int, int, int], str] = {}
@@ -128,7 +128,7 @@ def requests(config: EngineConfig, chunk: int, vocab: int, ranks: int, seed: int
 
 
 def check(
-    executor: Executor,
+    executor: Runs,
     config: EngineConfig,
     scorer: Scorer,
     params: Any,

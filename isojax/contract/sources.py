@@ -2,8 +2,8 @@
 
 The unit is a top-level definition of a module. Its text is what the parser keeps of it: comments,
 layout, docstrings and annotations of functions are gone. Its dependencies are all the names in it
-that lead to other definitions of the same packages, annotations included, so the closure is never
-too small.
+that lead to other definitions of the same packages, annotations included: the closure is
+rather too large than too small, but what a string picks at run time escapes it.
 """
 
 import ast

@@ -16,7 +16,7 @@ from isojax.contract.cases import engine_config
 from isojax.contract.contract import Contract, load
 from isojax.contract.enforce import check_pinned
 from isojax.contract.sources import Sources
-from isojax.sampler.executor import Executor
+from isojax.sampler.engine import Runs
 from isojax.trainer.score import Scorer
 
 
@@ -73,7 +73,7 @@ def self_check(
     config: RunConfig,
     *,
     mesh: Mesh,
-    executor: Executor,
+    executor: Runs,
     scorer: Scorer,
     params: Any,
     weights_version: int,

@@ -26,7 +26,7 @@ MOVEMENT = frozenset({
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """One floating-point operation outside every op: its primitive, where it was written, its path."""
+    """One float operation outside every op: its primitive, where it was written, its path."""
 
     primitive: str
     source: str

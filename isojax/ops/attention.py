@@ -22,6 +22,7 @@ from jax import lax
 
 from isojax.batch import RaggedBatch
 from isojax.mesh import MODEL, Layout
+from isojax.numerics import elementary
 from isojax.numerics.policy import Policy
 from isojax.numerics.trees import pair_sum, tree_dot, tree_sum
 from isojax.ops.op import op
@@ -45,14 +46,14 @@ def _empty(shape: tuple[int, ...], width: int) -> _State:
 
 def _shrink(old: jax.Array, new: jax.Array) -> jax.Array:
     """exp(old - new) for maxima old <= new; exactly 1 where both are -inf."""
-    return jnp.where(old == new, 1.0, jnp.exp(old - new))
+    return jnp.where(old == new, 1.0, elementary.exp(old - new))
 
 
 def _absorb(state: _State, scores: jax.Array, values: jax.Array, policy: Policy) -> _State:
     """One block: scores [..., R, B] (-inf where hidden), values [..., B, D]."""
     maximum = jnp.maximum(state.maximum, jnp.max(scores, axis=-1, keepdims=True))
     old = _shrink(state.maximum, maximum)
-    p = jnp.where(scores == -jnp.inf, 0.0, jnp.exp(scores - maximum))
+    p = jnp.where(scores == -jnp.inf, 0.0, elementary.exp(scores - maximum))
     total = state.total * old + tree_sum(p)[..., None]
     added = tree_dot(p.astype(values.dtype), values, policy.dot_width)
     return _State(maximum, total, state.values * old + added)
@@ -140,7 +141,7 @@ def _attend(policy, scale, q, keys, values, layer, batch):
     steps = (jnp.max(known) + policy.kv_block - 1) // policy.kv_block
     result = _merge(*lax.fori_loop(0, steps, step, (empty, empty)))
     used = (row < tokens)[:, None, None, :, None]
-    lse = jnp.where(used, result.maximum + jnp.log(result.total), 0.0)
+    lse = jnp.where(used, result.maximum + elementary.log(result.total), 0.0)
     # a zero may carry the sign of an underflow, which a later empty block would wash off
     used &= result.values != 0.0
     out = jnp.where(used, result.values / result.total, 0.0).astype(q.dtype)
@@ -186,7 +187,7 @@ def _attention_backward(policy, layout, scale, kv_heads, saved, cotangents):
         seen &= used[keys_at][:, None, :] & used[queries][:, :, None] & ok[:, None, None]
         seen = seen[:, None, None]
         s = _scores(take(q_t), kk, scale, policy)
-        p = jnp.where(seen, jnp.exp(s - take(lse_t)), 0.0)
+        p = jnp.where(seen, elementary.exp(s - take(lse_t)), 0.0)
         dp = tree_dot(take(d_t), jnp.swapaxes(vv, -1, -2), policy.dot_width)
         ds = jnp.where(seen, p * (dp - take(delta_t)) * scale, 0.0)
         return p.astype(q.dtype), ds.astype(q.dtype)

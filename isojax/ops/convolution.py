@@ -15,6 +15,7 @@ import jax.numpy as jnp
 
 from isojax.batch import RaggedBatch
 from isojax.mesh import Layout
+from isojax.numerics import elementary
 from isojax.numerics.policy import Policy
 from isojax.numerics.trees import token_sum, tree_sum
 from isojax.ops import weight
@@ -61,7 +62,7 @@ def _taps(window: jax.Array, w: Parameter) -> jax.Array:
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _convolution(policy, layout, x, w, state, batch):
     width = weight.value(w).shape[1]
-    out = jax.nn.silu(_taps(_window(x, state, batch, width), w)).astype(x.dtype)
+    out = elementary.silu(_taps(_window(x, state, batch, width), w)).astype(x.dtype)
     return out, _next_state(x, state, batch, width)
 
 
@@ -74,7 +75,7 @@ def _convolution_backward(policy, layout, saved, cotangents):
     width, tokens = weight.value(w).shape[1], x.shape[0]
     window = _window(x, state, batch, width)
     before = _taps(window, w)
-    s = jax.nn.sigmoid(before)
+    s = elementary.sigmoid(before)
     d = cotangents[0].astype(jnp.float32) * (s * (1.0 + before * (1.0 - s)))
     # row r fed the rows r .. r + width - 1 of its own sequence
     rows, taps = jnp.arange(tokens), []

@@ -8,6 +8,7 @@ Rounding: float32 inside, one rounding to the input's dtype.
 import jax
 import jax.numpy as jnp
 
+from isojax.numerics import elementary
 from isojax.numerics.trees import tree_sum
 from isojax.ops.op import op
 
@@ -21,18 +22,18 @@ def add(x: jax.Array, y: jax.Array) -> jax.Array:
 @op("swiglu")
 def swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
     """silu(gate) * up. Source: Shazeer, arXiv 2002.05202."""
-    return (jax.nn.silu(gate.astype(jnp.float32)) * up.astype(jnp.float32)).astype(gate.dtype)
+    return (elementary.silu(gate.astype(jnp.float32)) * up.astype(jnp.float32)).astype(gate.dtype)
 
 
 @op("sigmoid_gate")
 def sigmoid_gate(x: jax.Array, gate: jax.Array) -> jax.Array:
     """x * sigmoid(gate), same shapes."""
-    return (x.astype(jnp.float32) * jax.nn.sigmoid(gate.astype(jnp.float32))).astype(x.dtype)
+    return (x.astype(jnp.float32) * elementary.sigmoid(gate.astype(jnp.float32))).astype(x.dtype)
 
 
 @jax.custom_vjp
 def _gated_add(x, y, gate):
-    opened = y.astype(jnp.float32) * jax.nn.sigmoid(gate.astype(jnp.float32))
+    opened = y.astype(jnp.float32) * elementary.sigmoid(gate.astype(jnp.float32))
     return (x.astype(jnp.float32) + opened).astype(x.dtype)
 
 
@@ -42,7 +43,7 @@ def _gated_add_forward(x, y, gate):
 
 def _gated_add_backward(saved, dout):
     y, gate = saved
-    d, s = dout.astype(jnp.float32), jax.nn.sigmoid(gate.astype(jnp.float32))
+    d, s = dout.astype(jnp.float32), elementary.sigmoid(gate.astype(jnp.float32))
     dgate = tree_sum(d * y.astype(jnp.float32))[:, None] * (s * (1.0 - s))
     return dout, (d * s).astype(y.dtype), dgate.astype(gate.dtype)
 

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from isojax.mesh import DATA, MODEL, Layout
+from isojax.numerics import elementary
 from isojax.numerics.policy import Policy
 from isojax.numerics.trees import halving, pair_sum, tree_dot, tree_sum
 from isojax.ops import weight
@@ -110,7 +111,7 @@ def _up(policy: Policy, x, blocks: _Blocks, expert, top_k: int, gate, up) -> _Ro
     tile = x.at[token].get(mode="fill", fill_value=0)
     g = _grouped_dot(tile, gate, expert, policy)
     u = _grouped_dot(tile, up, expert, policy)
-    return _Routed(blocks, expert, tile, g, u, (jax.nn.silu(g) * u).astype(x.dtype))
+    return _Routed(blocks, expert, tile, g, u, (elementary.silu(g) * u).astype(x.dtype))
 
 
 def _scatter(tiles: jax.Array, blocks: _Blocks, rows: int) -> jax.Array:
@@ -161,7 +162,7 @@ def _experts_backward(static, saved, dout):
     dy_tile = dy_all.at[blocks.row].get(mode="fill", fill_value=0)
 
     dhidden = _grouped_dot(dy_tile, jnp.swapaxes(w_down, 1, 2), expert, policy)
-    s = jax.nn.sigmoid(r.gate)
+    s = elementary.sigmoid(r.gate)
     dgate = (dhidden * r.up * (s * (1.0 + r.gate * (1.0 - s)))).astype(x.dtype)
     dup = (dhidden * (r.gate * s)).astype(x.dtype)
     dx_tile = _grouped_dot(dgate, jnp.swapaxes(w_gate, 1, 2), expert, policy)

@@ -24,6 +24,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from isojax.mesh import MODEL, Layout
+from isojax.numerics import elementary
 from isojax.numerics.collectives import local_leaves, model_sum
 from isojax.numerics.policy import Policy
 from isojax.numerics.trees import leaf_dot, pair_sum, tree_dot, tree_sum
@@ -46,8 +47,8 @@ class Statistics(NamedTuple):
 def _absorb(s: Statistics, z: jax.Array, hit: jax.Array, threshold: jax.Array) -> Statistics:
     """Add a block z [..., T, B] of scaled logits, -inf where there is none; hit: the target."""
     maximum = jnp.maximum(s.maximum, jnp.max(z, axis=-1))
-    old = jnp.exp(s.maximum - maximum)
-    e = jnp.exp(z - maximum[..., None])
+    old = elementary.exp(s.maximum - maximum)
+    e = elementary.exp(z - maximum[..., None])
     kept = jnp.where(z >= threshold[:, None], e, 0.0)
     target = jnp.max(jnp.where(hit, z, -jnp.inf), axis=-1)
     return Statistics(
@@ -60,7 +61,7 @@ def _absorb(s: Statistics, z: jax.Array, hit: jax.Array, threshold: jax.Array) -
 
 def _merge(a: Statistics, b: Statistics) -> Statistics:
     maximum = jnp.maximum(a.maximum, b.maximum)
-    left, right = jnp.exp(a.maximum - maximum), jnp.exp(b.maximum - maximum)
+    left, right = elementary.exp(a.maximum - maximum), elementary.exp(b.maximum - maximum)
     return Statistics(
         maximum,
         a.total * left + b.total * right,
@@ -145,7 +146,7 @@ def _walk(x, w, targets, inverse, threshold, policy: Policy, layout: Layout) -> 
 def _both(s: Statistics) -> tuple[jax.Array, jax.Array]:
     """Log-probability over everything, and over the kept set."""
     z = s.target - s.maximum
-    return z - jnp.log(s.total), z - jnp.log(s.kept)
+    return z - elementary.log(s.total), z - elementary.log(s.kept)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -164,16 +165,16 @@ def _linear_logprob_backward(static, saved, cotangents):
     values = weight.value(w)
     shard = _shard(values.shape[1], policy, layout)
     full, kept = (d[:, None] for d in cotangents)
-    lse = (s.maximum + jnp.log(s.total))[:, None]
-    lse_kept = (s.maximum + jnp.log(s.kept))[:, None]
+    lse = (s.maximum + elementary.log(s.total))[:, None]
+    lse_kept = (s.maximum + elementary.log(s.kept))[:, None]
     leaves = policy.batch_leaves // layout.data
 
     def step(dx, block):
         columns, index = block
         z = _scaled(x, columns, inverse, policy)
         hit = index[:, None, :] == targets[:, None]
-        p = jnp.exp(z - lse)
-        p_kept = jnp.where(z >= threshold[:, None], jnp.exp(z - lse_kept), 0.0)
+        p = elementary.exp(z - lse)
+        p_kept = jnp.where(z >= threshold[:, None], elementary.exp(z - lse_kept), 0.0)
         dz = full * (hit - p) + kept * (hit - p_kept)
         dz = jnp.where(index[:, None, :] >= 0, dz * inverse[:, None], 0.0).astype(x.dtype)
         dx = dx + tree_dot(dz, jnp.swapaxes(columns, 1, 2), policy.dot_width)

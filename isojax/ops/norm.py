@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from isojax.mesh import Layout
+from isojax.numerics import elementary
 from isojax.numerics.collectives import head_sum
 from isojax.numerics.policy import Policy
 from isojax.numerics.trees import pair_sum, token_leaves, tree_sum
@@ -92,7 +93,7 @@ def rms_norm(
 def _gated_rms_norm(static, x, gate, w):
     y = x.astype(jnp.float32)
     y = y * _inverse_rms(y, static[0]) * _scale(w, False)
-    return (y * jax.nn.silu(gate.astype(jnp.float32))).astype(x.dtype)
+    return (y * elementary.silu(gate.astype(jnp.float32))).astype(x.dtype)
 
 
 def _gated_rms_norm_forward(static, x, gate, w):
@@ -103,7 +104,7 @@ def _gated_rms_norm_backward(static, saved, dy):
     epsilon, heads, policy, layout = static
     x, gate, w = saved
     dy, z = dy.astype(jnp.float32), gate.astype(jnp.float32)
-    scale, sigmoid = _scale(w, False), jax.nn.sigmoid(z)
+    scale, sigmoid = _scale(w, False), elementary.sigmoid(z)
     opened = dy * (z * sigmoid)
     n, dx = _normalise_backward(x.astype(jnp.float32), opened * scale, epsilon)
     dgate = dy * n * scale * (sigmoid * (1.0 + z * (1.0 - sigmoid)))

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from isojax.mesh import Layout
+from isojax.numerics import elementary
 from isojax.numerics.policy import Policy
 from isojax.numerics.trees import tree_dot, tree_sum
 from isojax.ops import weight
@@ -24,7 +25,7 @@ from isojax.ops.weight import Parameter
 
 
 def _softmax(logits: jax.Array) -> jax.Array:
-    e = jnp.exp(logits - jnp.max(logits, axis=-1, keepdims=True))
+    e = elementary.exp(logits - jnp.max(logits, axis=-1, keepdims=True))
     return e / tree_sum(e)[..., None]
 
 

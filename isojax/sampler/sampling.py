@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from isojax.numerics import elementary
 from isojax.numerics.trees import tree_sum
 from isojax.ops.op import op
 from isojax.sampler.random import threefry
@@ -75,7 +76,7 @@ def _truncated(z: jax.Array, s: Settings) -> jax.Array:
     threshold = _largest(u, jnp.ones_like(u), count.astype(jnp.uint32))
 
     maximum = jnp.max(z, axis=1, keepdims=True)
-    e = jnp.exp(z - maximum)
+    e = elementary.exp(z - maximum)
     p = e * (2.0**31 / tree_sum(e)[:, None])
     mass = jnp.minimum(p, 2.0**31).astype(jnp.uint32)
     within = jnp.where(u >= threshold[:, None], mass, 0)
@@ -84,7 +85,7 @@ def _truncated(z: jax.Array, s: Settings) -> jax.Array:
     nucleus = _largest(u, mass, jnp.clip(target, 1, within))
     threshold = _number(jnp.where(s.top_p < 1, jnp.maximum(threshold, nucleus), threshold))
 
-    relative = jnp.where(s.min_p > 0, maximum[:, 0] + jnp.log(s.min_p), -jnp.inf)
+    relative = jnp.where(s.min_p > 0, maximum[:, 0] + elementary.log(s.min_p), -jnp.inf)
     kept = z >= jnp.maximum(threshold, relative)[:, None]
     least = jnp.min(jnp.where(kept, z, jnp.inf), axis=1)
     return jnp.where(jnp.all(kept, axis=1) | (s.greedy > 0), -jnp.inf, least)
@@ -103,7 +104,7 @@ def _gumbel(key: jax.Array, position: jax.Array, vocab: int) -> jax.Array:
     high, low = threefry((key[:, :1], key[:, 1:]), counter)
     low = (low.astype(jnp.float32) + 0.25) * 2.0**-64  # never zero
     v = jnp.minimum(high.astype(jnp.float32) * 2.0**-32 + low, 1 - 2.0**-24)
-    return -jnp.log(-jnp.log1p(-v))
+    return -elementary.log(-elementary.log1p(-v))
 
 
 @op("sample")

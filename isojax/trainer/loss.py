@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from isojax.mesh import Layout
+from isojax.numerics import elementary
 from isojax.numerics.collectives import data_sum
 from isojax.numerics.policy import Policy
 from isojax.numerics.trees import token_sum
@@ -82,14 +83,14 @@ def policy_loss(
     asked = weight > 0
     old_logp = jnp.where(jnp.isnan(old_logp), jax.lax.stop_gradient(logp), old_logp)
     log_ratio = jnp.where(asked, logp - old_logp, 0.0)
-    ratio = jnp.exp(jax.lax.stop_gradient(log_ratio))
+    ratio = elementary.exp(jax.lax.stop_gradient(log_ratio))
     clipped_high = asked & (advantage > 0) & (ratio > high)
     clipped_low = asked & (advantage < 0) & (ratio < low)
     clipped_dual = asked & (advantage < 0) & (ratio > dual)
     # the live branch never sees a ratio that overflows: its gradient would be inf * 0
     live = ~(clipped_high | clipped_low | clipped_dual)
     bound = jnp.where(clipped_high, high, jnp.where(clipped_low, low, dual))
-    factor = jnp.where(live, jnp.exp(jnp.where(live, log_ratio, 0.0)), bound)
+    factor = jnp.where(live, elementary.exp(jnp.where(live, log_ratio, 0.0)), bound)
     loss = jnp.where(asked, -weight * (factor * advantage), 0.0)
     columns = (asked, clipped_high, clipped_low, clipped_dual, -logp, log_ratio)
     return loss, _stats(asked, columns)

@@ -1,0 +1,49 @@
+"""Tensor-core products of the attention kernels, and the shared-memory layout that they need."""
+
+from collections.abc import Callable
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+
+# Of a thread, for two warpgroups that multiply and one that feeds them. In all no more than what
+# 384 threads start with, 168 each; with more the second warpgroup would wait for its share forever.
+COMPUTE_REGISTERS, FEED_REGISTERS = 232, 40
+
+
+def operand(shape: tuple[int, ...], dtype: jnp.dtype = jnp.bfloat16):
+    """Shared memory [..., rows, columns] in the tiled and swizzled layout that wgmma reads."""
+    columns = 128 // jnp.dtype(dtype).itemsize
+    transforms = (plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(128))
+    return plgpu.SMEM(shape, dtype, transforms=transforms)
+
+
+def product(a, b, *, then: Callable[[], None] = lambda: None) -> jax.Array:
+    """a @ b in float32; `then` runs when the product is issued, before it is awaited."""
+
+    def issue(acc):
+        plgpu.wgmma(acc, a, b)
+        then()
+        return acc[...]
+
+    return pl.run_scoped(issue, plgpu.ACC((a.shape[0], b.shape[1]), jnp.float32))
+
+
+def accumulate(
+    acc: jax.Array, a, b, *, interpret: bool, then: Callable[[], None] = lambda: None
+) -> jax.Array:
+    """acc + a @ b, summed in the tensor core; a may be an array in registers.
+
+    interpret: the interpreter of Mosaic GPU kernels knows neither an initialised accumulator nor an
+    operand in registers; there the product is plain arithmetic.
+    """
+    if interpret:
+        then()
+        return acc + jnp.dot(a[...], b[...], preferred_element_type=jnp.float32)
+
+    def issue(ref):
+        plgpu.wgmma(ref, a, b)
+        then()
+
+    return pl.run_state(issue)(plgpu.ACC.init(acc))

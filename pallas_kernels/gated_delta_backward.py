@@ -1,0 +1,379 @@
+"""Gradient of the gated delta rule over whole sequences.
+
+`retreat` walks a sequence's chunks from the last to the first: the gradients of r and of each
+chunk's exit state. `gradients` runs over (piece, key head), parallel: the gradients of q, k, v, G
+and beta, through the normalisation. With E_ij = exp(G_i - G_j) for j <= i, dots the transposed
+quantities and dX the gradient of X:
+
+    dd = A^T do + exp(G_C - G) (k dS'),     dr = T^T dd
+    dS = exp(G_C) dS' + q^T (exp(G) do) - k^T (beta exp(G) dr)
+    dA = do d^T E,  dL = -dr d^T  (since T = (I + L)^-1),  M = dL beta E
+    dq = exp(G) (do S^T) + dA k
+    dk = M k - beta exp(G) (dr S^T) + dA^T q + M^T k + exp(G_C - G) (d dS'^T)
+
+G enters as exp(G_i) wherever q_i or (as a row) k_i does and as exp(-G_j) wherever k_j does as a
+column, so dG is q.dq + k.dk(row) - k.dk(column). Operands of products are bfloat16, sums float32;
+nothing is summed by atomics.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.gated_delta_tiles import (
+    CHUNK,
+    COLUMN,
+    PARAMS,
+    ROW,
+    columns,
+    index,
+    operand,
+    product,
+    rows,
+    two_products,
+)
+
+TILE = plgpu.Layout.WGMMA
+# As in `gated_delta_prefill.advance`.
+BLOCK, STAGES = 64, 2
+
+
+def retreat(
+    q: jax.Array,
+    k: jax.Array,
+    d_o: jax.Array,
+    G: jax.Array,
+    beta: jax.Array,
+    T: jax.Array,
+    scores: jax.Array,
+    first: jax.Array,
+    count: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """q, k [P, Hk, C, K], d_o [P, Hv, C, V], T, scores [P, Hv, C, C] bfloat16, G, beta [P, Hv, C]
+    float32; first piece and count of pieces [S] int32.
+
+    Returns the gradients of r [P, Hv, C, V] and of each chunk's exit state [P, Hv, K, V], bfloat16.
+    """
+    pieces, key_heads, _, width = k.shape
+    value_heads, value_width = d_o.shape[1], d_o.shape[3]
+    group = value_heads // key_heads
+    block, stages = BLOCK, STAGES
+    low = k.dtype
+
+    def body(
+        q_gmem, k_gmem, d_o_gmem, G_gmem, beta_gmem, T_gmem, scores_gmem, first_gmem, count_gmem,
+        d_r_out, d_S_out,
+        q_smem, k_smem, d_o_smem, G_smem, beta_smem, T_smem, scores_smem,
+        d_S_smem, d_d_smem, d_r_smem, grown_smem, strong_smem, barriers,
+    ):  # fmt: skip
+        s, h, b = lax.axis_index("sequence"), lax.axis_index("head"), lax.axis_index("block")
+        key_head = lax.div(h, jnp.int32(group))
+        here = pl.ds(b * block, block)
+        steps = count_gmem[s]
+        end = first_gmem[s] + steps - 1
+
+        def fetch(i):
+            p, stage = end - i, lax.rem(i, jnp.int32(stages))
+            barrier = barriers.at[stage]
+            plgpu.copy_gmem_to_smem(q_gmem.at[p, key_head], q_smem.at[stage], barrier)
+            plgpu.copy_gmem_to_smem(k_gmem.at[p, key_head], k_smem.at[stage], barrier)
+            plgpu.copy_gmem_to_smem(d_o_gmem.at[p, h, :, here], d_o_smem.at[stage], barrier)
+            plgpu.copy_gmem_to_smem(G_gmem.at[p, h], G_smem.at[stage], barrier)
+            plgpu.copy_gmem_to_smem(beta_gmem.at[p, h], beta_smem.at[stage], barrier)
+            plgpu.copy_gmem_to_smem(T_gmem.at[p, h], T_smem.at[stage], barrier)
+            plgpu.copy_gmem_to_smem(scores_gmem.at[p, h], scores_smem.at[stage], barrier)
+
+        @pl.when(steps > 0)
+        def _():
+            for i in range(stages - 1):
+                pl.when(i < steps)(partial(fetch, jnp.int32(i)))
+
+            def chunk(i, d_after):
+                p, stage = end - i, lax.rem(i, jnp.int32(stages))
+                plgpu.barrier_wait(barriers.at[stage])
+                keys, queries = k_smem.at[stage], q_smem.at[stage]
+                plgpu.wait_smem_to_gmem(1, wait_read_only=True)  # that of dS is over
+                d_S_smem[...] = d_after.astype(low)
+                G_row = plgpu.load(G_smem.at[stage], layout=ROW)
+                grown = rows(jnp.exp(G_row), block)
+                d_o = d_o_smem[stage].astype(jnp.float32)
+                grown_smem[...] = (grown * d_o).astype(low)
+                plgpu.commit_smem()
+                plgpu.copy_smem_to_gmem(d_S_smem, d_S_out.at[p, h, :, here])
+                pl.when(i + stages - 1 < steps)(partial(fetch, i + stages - 1))
+                G_end = G_smem[stage, CHUNK - 1]
+                fade = rows(jnp.exp(G_end - G_row), block)
+                d_read, d_kept = two_products(
+                    (scores_smem.at[stage].transpose((1, 0)), d_o_smem.at[stage]),
+                    (keys, d_S_smem),
+                    lambda x: x,
+                )
+                d_d_smem[...] = (d_read + fade * d_kept).astype(low)
+                plgpu.commit_smem()
+                d_r = product((T_smem.at[stage].transpose((1, 0)), d_d_smem)).astype(low)
+                plgpu.wait_smem_to_gmem(1, wait_read_only=True)  # that of the last dr is over
+                d_r_smem[...] = d_r
+                strength = rows(plgpu.load(beta_smem.at[stage], layout=ROW), block)
+                strong = strength * grown * d_r.astype(jnp.float32)
+                strong_smem[...] = strong.astype(low)
+                plgpu.commit_smem()
+                plgpu.copy_smem_to_gmem(d_r_smem, d_r_out.at[p, h, :, here])
+                read, removed = two_products(
+                    (queries.transpose((1, 0)), grown_smem),
+                    (keys.transpose((1, 0)), strong_smem),
+                    lambda x: x,
+                )
+                decay = jnp.exp(jnp.full((width, block), G_end))
+                return decay * d_after + (read - removed)
+
+            zero = plgpu.layout_cast(jnp.zeros((width, block), jnp.float32), TILE)
+            lax.fori_loop(0, steps, chunk, zero)
+            plgpu.wait_smem_to_gmem(0)
+
+    smem = plgpu.SMEM
+    return plgpu.kernel(
+        body,
+        out_type=[
+            jax.ShapeDtypeStruct(d_o.shape, low),
+            jax.ShapeDtypeStruct((pieces, value_heads, width, value_width), low),
+        ],
+        grid=(first.shape[0], value_heads, value_width // block),
+        grid_names=("sequence", "head", "block"),
+        scratch_types=[
+            operand(stages, CHUNK, width),
+            operand(stages, CHUNK, width),
+            operand(stages, CHUNK, block),
+            smem((stages, CHUNK), jnp.float32),
+            smem((stages, CHUNK), jnp.float32),
+            operand(stages, CHUNK, CHUNK),
+            operand(stages, CHUNK, CHUNK),
+            operand(width, block),
+            operand(CHUNK, block),
+            operand(CHUNK, block),
+            operand(CHUNK, block),
+            operand(CHUNK, block),
+            plgpu.Barrier(num_arrivals=7, num_barriers=stages),
+        ],
+        compiler_params=PARAMS,
+        kernel_name="gated_delta_retreat",
+    )(q, k, d_o, G, beta, T, scores, first, count)
+
+
+def gradients(
+    q: jax.Array,
+    k: jax.Array,
+    factors: jax.Array,
+    v: jax.Array,
+    G: jax.Array,
+    beta: jax.Array,
+    d_o: jax.Array,
+    d: jax.Array,
+    d_r: jax.Array,
+    entry: jax.Array,
+    d_after: jax.Array,
+) -> tuple[jax.Array, ...]:
+    """q, k [P, Hk, C, K], v, d_o, d, d_r [P, Hv, C, V], entry, d_after [P, Hv, K, V] bfloat16;
+    factors [P, Hk, 2, C], G, beta [P, Hv, C] float32.
+
+    Returns d_q, d_k [P, Hk, C, K] with respect to what was normalised, d_v [P, Hv, C, V], bfloat16;
+    dG but for the last row's share in S' and d_beta [P, Hv, C]; that share by rows: sum_j k_j.dk_j
+    of the fold's keys [P, Hv, C] and S.dS' by row of K [P, Hv, K], float32.
+    """
+    pieces, key_heads, _, width = k.shape
+    value_heads, value_width = d_o.shape[1], d_o.shape[3]
+    group = value_heads // key_heads
+    low = k.dtype
+    key_parts, value_parts = range(width // 64), range(value_width // 64)
+
+    # Everything is held in blocks of 64 by 64, so that a product's result is 32 registers a thread.
+    def body(
+        q_gmem, k_gmem, factors_gmem, v_gmem, G_gmem, beta_gmem,
+        d_o_gmem, d_gmem, d_r_gmem, entry_gmem, d_after_gmem,
+        d_q_out, d_k_out, d_v_out, d_G_out, d_beta_out, faded_out, stated_out,
+        q_smem, k_smem, factors_smem, v_smem, G_smem, beta_smem,
+        d_o_smem, d_smem, d_r_smem, S_smem, d_qk_smem, d_kk_smem, d_q_smem, d_k_smem,
+        d_G_smem, d_beta_smem, faded_smem, stated_smem, key_barrier, barrier, state_barrier,
+    ):  # fmt: skip
+        p, h = lax.axis_index("piece"), lax.axis_index("head")
+        part = lambda e: slice(64 * e, 64 * (e + 1))  # noqa: E731
+        turned = lambda ref: ref.transpose((1, 0))  # noqa: E731
+        for e in key_parts:
+            plgpu.copy_gmem_to_smem(q_gmem.at[p, h, :, part(e)], q_smem.at[e], key_barrier)
+            plgpu.copy_gmem_to_smem(k_gmem.at[p, h, :, part(e)], k_smem.at[e], key_barrier)
+        plgpu.copy_gmem_to_smem(factors_gmem.at[p, h], factors_smem, key_barrier)
+
+        def fetch_state(source, head):
+            for i in value_parts:
+                for e in key_parts:
+                    block = source.at[p, head, part(e), part(i)]
+                    plgpu.copy_gmem_to_smem(block, S_smem.at[i, e], state_barrier)
+
+        def fetch(head):
+            for i in value_parts:
+                for source, target in (
+                    (v_gmem, v_smem),
+                    (d_o_gmem, d_o_smem),
+                    (d_gmem, d_smem),
+                    (d_r_gmem, d_r_smem),
+                ):
+                    block = source.at[p, head, :, part(i)]
+                    plgpu.copy_gmem_to_smem(block, target.at[i], barrier)
+            plgpu.copy_gmem_to_smem(G_gmem.at[p, head], G_smem, barrier)
+            plgpu.copy_gmem_to_smem(beta_gmem.at[p, head], beta_smem, barrier)
+            fetch_state(entry_gmem, head)
+
+        def along(x, y):
+            x, y = x.astype(jnp.float32), y.astype(jnp.float32)
+            return jnp.sum(lax.optimization_barrier(x * y), axis=1)
+
+        def plain(source):
+            return plgpu.load(source, layout=TILE, optimized=False)
+
+        fetch(h * group)
+        plgpu.barrier_wait(key_barrier)
+        square = (CHUNK, CHUNK)
+        row, column = index(square, 0), index(square, 1)
+        for member in range(group):
+            head = h * group + member
+            plgpu.barrier_wait(barrier)
+            G_row = plgpu.load(G_smem, layout=ROW)
+            strength = rows(plgpu.load(beta_smem, layout=ROW), 64)
+            grown = rows(jnp.exp(G_row), 64)
+            gap = rows(G_row, CHUNK) - columns(plgpu.load(G_smem, layout=COLUMN), CHUNK)
+            decay = jnp.exp(jnp.where(row >= column, gap, 0.0))
+            d_qk = product(*((d_o_smem.at[i], turned(d_smem.at[i])) for i in value_parts))
+            d_qk_smem[...] = jnp.where(row >= column, d_qk * decay, 0.0).astype(low)
+            d_lower = product(*((d_r_smem.at[i], turned(d_smem.at[i])) for i in value_parts))
+            d_lower = jnp.where(row > column, -d_lower * decay, 0.0)
+            d_kk_smem[...] = (d_lower * strength).astype(low)
+            kk = product(*((k_smem.at[e], turned(k_smem.at[e])) for e in key_parts))
+            d_beta = along(kk, d_lower)
+            for i in value_parts:
+                d_residual = d_r_smem[i].astype(jnp.float32)
+                d_beta = d_beta + along(v_smem[i], d_residual)
+                v_smem[i] = (strength * d_residual).astype(low)
+            plgpu.commit_smem()
+            for i in value_parts:
+                plgpu.copy_smem_to_gmem(v_smem.at[i], d_v_out.at[p, head, :, part(i)])
+
+            # What rows read from the entry state.
+            plgpu.barrier_wait(state_barrier)
+            d_G = None
+            for e in key_parts:
+                from_state = [turned(S_smem.at[i, e]) for i in value_parts]
+                d_q = grown * product(*((d_o_smem.at[i], from_state[i]) for i in value_parts))
+                d_q = d_q + product((d_qk_smem, k_smem.at[e]))
+                moved = along(q_smem[e], d_q)
+                d_q_smem[e] = d_q if member == 0 else plain(d_q_smem.at[e]) + d_q
+                removed = grown * product(*((d_r_smem.at[i], from_state[i]) for i in value_parts))
+                d_beta = d_beta - along(k_smem[e], removed)
+                d_k = product((d_kk_smem, k_smem.at[e])) - strength * removed
+                moved = moved + along(k_smem[e], d_k)
+                d_G = moved if d_G is None else d_G + moved
+                d_k_smem[e] = d_k if member == 0 else plain(d_k_smem.at[e]) + d_k
+                stated = None
+                for i in value_parts:
+                    block = plain(d_after_gmem.at[p, head, part(e), part(i)])
+                    term = along(S_smem[i, e], block)
+                    stated = term if stated is None else stated + term
+                stated_smem[part(e)] = stated
+            plgpu.commit_smem()
+
+            # What they left for the exit state, and for later rows.
+            fetch_state(d_after_gmem, head)
+            G_end = G_smem[CHUNK - 1]
+            fade = rows(jnp.exp(G_end - G_row), 64)
+            faded = None
+            plgpu.barrier_wait(state_barrier)
+            for e in key_parts:
+                pairs = ((d_smem.at[i], turned(S_smem.at[i, e])) for i in value_parts)
+                fold = fade * product(*pairs)
+                term = along(k_smem[e], fold)
+                faded = term if faded is None else faded + term
+                d_k = fold + product(
+                    (turned(d_qk_smem), q_smem.at[e]), (turned(d_kk_smem), k_smem.at[e])
+                )
+                d_G = d_G - along(k_smem[e], d_k)
+                d_k_smem[e] = plain(d_k_smem.at[e]) + d_k
+            faded_smem[...] = faded
+            d_G_smem[...] = d_G
+            d_beta_smem[...] = d_beta
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(d_G_smem, d_G_out.at[p, head])
+            plgpu.copy_smem_to_gmem(d_beta_smem, d_beta_out.at[p, head])
+            plgpu.copy_smem_to_gmem(faded_smem, faded_out.at[p, head])
+            plgpu.copy_smem_to_gmem(stated_smem, stated_out.at[p, head])
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            if member + 1 < group:
+                fetch(head + 1)
+
+        # Through x / |x|: the part along x falls away.
+        for n, (unit_smem, sum_smem, out, scale) in enumerate(
+            (
+                (q_smem, d_q_smem, d_q_out, width**-0.5),
+                (k_smem, d_k_smem, d_k_out, 1.0),
+            )
+        ):
+            factor = rows(plgpu.load(factors_smem.at[n], layout=ROW), 64)
+            inside = None
+            for e in key_parts:
+                unit = unit_smem[e].astype(jnp.float32) * (1 / scale)
+                term = along(unit, plain(sum_smem.at[e]) * scale)
+                inside = term if inside is None else inside + term
+            for e in key_parts:
+                unit = unit_smem[e].astype(jnp.float32) * (1 / scale)
+                d_x = factor * (plain(sum_smem.at[e]) * scale - unit * rows(inside, 64))
+                unit_smem[e] = d_x.astype(low)
+            plgpu.commit_smem()
+            for e in key_parts:
+                plgpu.copy_smem_to_gmem(unit_smem.at[e], out.at[p, h, :, part(e)])
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+    smem = plgpu.SMEM
+    shape = jax.ShapeDtypeStruct
+    by_row = shape((pieces, value_heads, CHUNK), jnp.float32)
+    key_blocks = operand(len(key_parts), CHUNK, 64)
+    value_blocks = operand(len(value_parts), CHUNK, 64)
+    return plgpu.kernel(
+        body,
+        out_type=[
+            shape(q.shape, low),
+            shape(k.shape, low),
+            shape(d_o.shape, low),
+            by_row,
+            by_row,
+            by_row,
+            shape((pieces, value_heads, width), jnp.float32),
+        ],
+        grid=(key_heads, pieces),
+        grid_names=("head", "piece"),
+        scratch_types=[
+            key_blocks,
+            key_blocks,
+            smem((2, CHUNK), jnp.float32),
+            value_blocks,
+            smem((CHUNK,), jnp.float32),
+            smem((CHUNK,), jnp.float32),
+            value_blocks,
+            value_blocks,
+            value_blocks,
+            operand(len(value_parts), len(key_parts), 64, 64),
+            operand(CHUNK, CHUNK),
+            operand(CHUNK, CHUNK),
+            smem((len(key_parts), CHUNK, 64), jnp.float32),
+            smem((len(key_parts), CHUNK, 64), jnp.float32),
+            smem((CHUNK,), jnp.float32),
+            smem((CHUNK,), jnp.float32),
+            smem((CHUNK,), jnp.float32),
+            smem((width,), jnp.float32),
+            plgpu.Barrier(num_arrivals=1 + 2 * len(key_parts)),
+            plgpu.Barrier(num_arrivals=2 + 4 * len(value_parts)),
+            plgpu.Barrier(num_arrivals=len(key_parts) * len(value_parts)),
+        ],
+        compiler_params=PARAMS,
+        kernel_name="gated_delta_gradients",
+    )(q, k, factors, v, G, beta, d_o, d, d_r, entry, d_after)

@@ -1,0 +1,182 @@
+"""Weight gradient of the expert products for Hopper: a contraction over each group's own rows.
+
+    dw[g] = tree over leaves l of ( sum over rows r of segment (g, l), in order, of x[r]^T dy[r] )
+
+Rows are sorted by (group, leaf, row): a group's rows are in token order and its batch leaves are
+segments of it. A segment starts at a multiple of 8 rows, where its sum starts too (one instruction
+adds the products of rows 0 to 15 of the segment, or 16 to 31, ..., wherever it lies). In its last
+block of 64 rows what follows the segment is replaced by zeros, in both operands: a stale NaN times
+zero is a NaN. Zeros add nothing, so the bits depend on the segment's own rows alone.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels import matmul_core as core
+from pallas_kernels.grouped_matmul import ROW_ALIGNMENT
+from pallas_kernels.tuning import MatmulTile, grouped_dw_tile
+
+
+def grouped_matmul_dw(
+    x: jax.Array,
+    dy: jax.Array,
+    starts: jax.Array,
+    sizes: jax.Array,
+    *,
+    leaves: int = 1,
+    out_dtype: jax.typing.DTypeLike = jnp.float32,
+    tile: MatmulTile | None = None,
+) -> jax.Array:
+    """Gradient of `grouped_matmul` with respect to its weights.
+
+    Args:
+      x: [R, K] bfloat16, rows sorted by group, within a group by batch leaf.
+      dy: [R, N] bfloat16.
+      starts: [G * leaves] int32, first row of every segment, a multiple of ROW_ALIGNMENT.
+      sizes: [G * leaves] int32, rows of every segment.
+      leaves: batch leaves of this rank, a power of two.
+      out_dtype: float32, or bfloat16 (one rounding of the float32 sum).
+      tile: tile choice; it does not change the result.
+
+    Returns:
+      [G, K, N] of `out_dtype`; zero for a group without rows.
+
+    Raises:
+      ValueError: for other dtypes, mismatched shapes, sides that are not multiples of 8, or leaves
+        that are not a power of two.
+    """
+    (rows, k), (rows_dy, n) = x.shape, dy.shape
+    if x.dtype != jnp.bfloat16 or dy.dtype != jnp.bfloat16:
+        raise ValueError(f"operands must be bfloat16, not {x.dtype} and {dy.dtype}")
+    if rows != rows_dy or k % 8 or n % 8:
+        raise ValueError(f"{x.shape} and {dy.shape}: rows must agree and sides be multiples of 8")
+    core.check_leaves(leaves * core.TILE_K, leaves)
+    groups, rest = divmod(sizes.shape[0], leaves)
+    if rest:
+        raise ValueError(f"{sizes.shape[0]} segments do not make groups of {leaves} leaves")
+    if tile is None:
+        tile = grouped_dw_tile(leaves)
+    cta_rows = tile.rows * tile.warpgroups
+    row_tiles, col_tiles = pl.cdiv(k, cta_rows), pl.cdiv(n, tile.cols)
+    tiles = groups * row_tiles * col_tiles
+    ctas = min(core.sm_count(), tiles)
+    holds = core.Holds.of(leaves, tile)
+    share = tile.cols // tile.warpgroups
+
+    def body(x_gmem, dy_gmem, starts_gmem, sizes_gmem, dw_gmem, *scratch, smem):
+        smem = holds.open(smem)
+        ring = core.Ring(tile.stages, smem["full"], smem["empty"])
+        wg = lax.axis_index("wg")
+        cta = lax.axis_index("cta")
+
+        def blocks(size):
+            return lax.max(pl.cdiv(size, core.TILE_K), 1)
+
+        def for_each_tile(visit):
+            def at(i, step):
+                index = cta + i * ctas
+                group, place = (
+                    lax.div(index, row_tiles * col_tiles),
+                    lax.rem(index, row_tiles * col_tiles),
+                )
+                row, col = lax.div(place, col_tiles), lax.rem(place, col_tiles)
+                return visit(group, row * cta_rows, col * tile.cols, step)
+
+            count = lax.div(tiles - cta + ctas - 1, jnp.int32(ctas))
+            return lax.fori_loop(0, count, at, jnp.int32(0))
+
+        @pl.when(wg == tile.warpgroups)
+        def _producer():
+            core.producer_registers(tile.warpgroups)
+
+            def load(group, row, col, step):
+                for leaf in range(leaves):
+                    segment = group * leaves + leaf
+                    start = pl.multiple_of(starts_gmem[segment], ROW_ALIGNMENT)
+
+                    def issue(i, slot, barrier, start=start):
+                        span = pl.ds(start + i * core.TILE_K, core.TILE_K)
+                        plgpu.copy_gmem_to_smem(
+                            x_gmem.at[span, pl.ds(row, cta_rows)], smem["lhs"].at[slot], barrier
+                        )
+                        plgpu.copy_gmem_to_smem(
+                            dy_gmem.at[span, pl.ds(col, tile.cols)], smem["rhs"].at[slot], barrier
+                        )
+
+                    step = ring.produce(step, blocks(sizes_gmem[segment]), issue)
+                return step
+
+            ring.drain(for_each_tile(load))
+
+        @pl.when(wg < tile.warpgroups)
+        def _consumer():
+            core.consumer_registers(tile.warpgroups)
+            own = pl.ds(wg * tile.rows, tile.rows)
+
+            def compute(group, row, col, step):
+                leaf_index = iter(range(leaves))
+
+                def leaf():
+                    nonlocal step
+                    size = sizes_gmem[group * leaves + next(leaf_index)]
+
+                    def multiply(i, slot, acc):
+                        lhs, rhs = smem["lhs"].at[slot], smem["rhs"].at[slot]
+                        left = size - i * core.TILE_K
+
+                        @pl.when(left < core.TILE_K)
+                        def _mask():
+                            _keep_rows(lhs.at[:, own], left)
+                            _keep_rows(rhs.at[:, pl.ds(wg * share, share)], left)
+                            plgpu.commit_smem()
+                            plgpu.barrier_arrive(smem["masked"])
+                            plgpu.barrier_wait(smem["masked"])
+
+                        plgpu.wgmma(acc, lhs.at[:, own].T, rhs)
+
+                    (value,), step = ring.consume(
+                        step, blocks(size), ((tile.rows, tile.cols),), multiply
+                    )
+                    return value
+
+                acc = holds.sum(leaf, leaves, smem, scratch, cta, wg)
+                core.store_tile(
+                    (acc,),
+                    smem["out"].at[wg],
+                    (dw_gmem.at[group],),
+                    row + wg * tile.rows,
+                    col,
+                    dtype=out_dtype,
+                    transposed=False,
+                )
+                return step
+
+            for_each_tile(compute)
+            plgpu.wait_smem_to_gmem(0)
+
+    smem = {
+        "lhs": core.swizzled((tile.stages, core.TILE_K, cta_rows), jnp.bfloat16),
+        "rhs": core.swizzled((tile.stages, core.TILE_K, tile.cols), jnp.bfloat16),
+        **holds.smem(out_dtype),
+        "masked": plgpu.Barrier(num_arrivals=tile.warpgroups),
+        **core.Ring.barriers(tile.stages, copies=2, consumers=tile.warpgroups),
+    }
+    dw, *_ = core.launch(
+        body,
+        [jax.ShapeDtypeStruct((groups, k, n), out_dtype), *holds.scratch(ctas)],
+        smem,
+        ctas=ctas,
+        warpgroups=tile.warpgroups,
+        name="grouped_matmul_dw",
+    )(x, dy, starts, sizes)
+    return dw
+
+
+def _keep_rows(block, count) -> None:
+    """Zero the rows of a shared memory block from `count` on."""
+    row = plgpu.broadcasted_iota(jnp.int32, block.shape, 0, layout=plgpu.Layout.WGMMA)
+    value = block[...]
+    block[...] = jnp.where(row < count, value, jnp.zeros_like(value))

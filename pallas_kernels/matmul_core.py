@@ -1,0 +1,416 @@
+"""Parts shared by the matrix kernels: tiles in shared memory, the ring of stages, the leaf tree.
+
+A kernel here is persistent and warp specialized. One producer warpgroup keeps a ring of shared
+memory stages filled by bulk tensor copies (TMA); one or two consumer warpgroups run `wgmma` on the
+stages and write their tile out while the producer already loads the next one. The ring never drains
+between tiles: `step` counts the stages used since the kernel began, on both sides.
+
+What fixes the bits of an output element is only the order of its products: inside a leaf K runs
+upwards in one float32 accumulator that starts from zero, and leaves combine in a balanced binary
+tree. Tile sizes, stages, the number of warpgroups and the place of a row in a tile move nothing.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.tuning import MatmulTile
+
+WARPGROUP_ROWS = 64  # rows of one wgmma instruction
+SWIZZLE_BYTES = 128
+TILE_K = SWIZZLE_BYTES // 2  # bfloat16 elements along one swizzled line: one ring stage of K
+
+
+def sm_count() -> int:
+    """Streaming multiprocessors of the default GPU; an H100 or H200's 132 when there is none."""
+    device = jax.devices()[0]
+    return device.core_count if device.platform == "gpu" else 132
+
+
+def swizzled(shape: tuple[int, ...], dtype: jax.typing.DTypeLike, rows: int = 8):
+    """Shared memory in the layout that `wgmma` and TMA share: `rows` x 128-byte swizzled tiles."""
+    itemsize = jnp.dtype(dtype).itemsize
+    swizzle = plgpu.find_swizzle(shape[-1] * itemsize * 8)
+    transforms = (
+        plgpu.TilingTransform((rows, swizzle // itemsize)),
+        plgpu.SwizzleTransform(swizzle),
+    )
+    return plgpu.SMEM(shape, dtype, transforms=transforms)
+
+
+@dataclasses.dataclass(frozen=True)
+class Ring:
+    """The barriers of the ring: `full[s]` says stage s is loaded, `empty[s]` that it is free."""
+
+    stages: int
+    full: jax.Array
+    empty: jax.Array
+
+    @staticmethod
+    def barriers(stages: int, copies: int, consumers: int) -> dict[str, plgpu.Barrier]:
+        """Barrier allocations; `copies` is the number of TMA copies that fill one stage."""
+        return {
+            "full": plgpu.Barrier(num_arrivals=copies, num_barriers=stages),
+            "empty": plgpu.Barrier(num_arrivals=consumers, num_barriers=stages),
+        }
+
+    def slot(self, step: jax.Array) -> jax.Array:
+        return lax.rem(step, jnp.int32(self.stages))
+
+    def produce(self, step: jax.Array, steps: int | jax.Array, issue: Callable) -> jax.Array:
+        """Fill `steps` stages: `issue(k, slot, barrier)` starts the copies of the k-th of them."""
+
+        def fill(k, step):
+            slot = self.slot(step)
+
+            @pl.when(step >= self.stages)
+            def _wait_until_free():
+                plgpu.barrier_wait(self.empty.at[slot])
+
+            issue(k, slot, self.full.at[slot])
+            return step + 1
+
+        return lax.fori_loop(0, steps, fill, step)
+
+    def drain(self, step: jax.Array) -> None:
+        """Wait until the stages in flight are consumed: no barrier may be left half observed."""
+
+        def wait(i, _):
+            @pl.when(i >= 0)
+            def _wait_until_free():
+                plgpu.barrier_wait(self.empty.at[self.slot(i)])
+
+        lax.fori_loop(step - self.stages, step, wait, None)
+
+    def skip(self, step: jax.Array, steps: int) -> None:
+        """Give `steps` stages back unread."""
+
+        def body(i, _):
+            slot = self.slot(step + i)
+            plgpu.barrier_wait(self.full.at[slot])
+            plgpu.barrier_arrive(self.empty.at[slot])
+
+        lax.fori_loop(0, steps, body, None)
+
+    def consume(
+        self, step: jax.Array, steps: int | jax.Array, accumulators, multiply: Callable
+    ) -> tuple[tuple[jax.Array, ...], jax.Array]:
+        """Accumulate `steps` stages from zero.
+
+        Args:
+          step: stages consumed so far.
+          steps: stages of this accumulation, at least one.
+          accumulators: shapes (rows, columns) of the float32 accumulators.
+          multiply: `multiply(k, slot, *accumulator_refs)` issues the `wgmma` of the k-th stage.
+
+        Returns:
+          The accumulated values and the new step.
+        """
+
+        def scope(*refs):
+            def issue(k, step):
+                slot = self.slot(step)
+                plgpu.barrier_wait(self.full.at[slot])
+                multiply(k, slot, *refs)
+
+            def body(k, step):
+                issue(k, step)
+                # All but the newest groups are done, so the stage before this one may be refilled.
+                plgpu.wgmma_wait(len(refs))
+                plgpu.barrier_arrive(self.empty.at[self.slot(step - 1)])
+                return step + 1
+
+            issue(jnp.int32(0), step)
+            last = lax.fori_loop(1, steps, body, step + 1)
+            values = tuple(ref[...] for ref in refs)
+            plgpu.barrier_arrive(self.empty.at[self.slot(last - 1)])
+            return (*values, last)
+
+        *values, step = pl.run_scoped(scope, *(plgpu.ACC(shape) for shape in accumulators))
+        return tuple(values), step
+
+
+def leaf_tree(leaf: Callable[[], jax.Array], leaves: int, holds: Sequence = ()) -> jax.Array:
+    """Sum `leaves` successive calls of `leaf()` in a balanced binary tree, as a counter carries.
+
+    The sum of a left half waits while its right half is summed, at most one of every size: one of
+    2^i leaves waits in `holds[i]`, a reference private to the warpgroup, or, where that is None or
+    missing, in registers.
+    """
+    if leaves == 1:
+        return leaf()
+    left = leaf_tree(leaf, leaves // 2, holds)
+    level = leaves.bit_length() - 2
+    hold = holds[level] if level < len(holds) else None
+    if hold is None:
+        return left + leaf_tree(leaf, leaves // 2, holds)
+    hold[...] = left
+    right = leaf_tree(leaf, leaves // 2, holds)
+    return plgpu.load(hold, layout=plgpu.Layout.WGMMA, optimized=False) + right
+
+
+REGISTERS = 64  # of a thread, for small tiles that all wait in registers; a large one waits alone
+
+
+@dataclasses.dataclass(frozen=True)
+class Holds:
+    """Where the waiting sums of `leaf_tree` lie: small ones in registers, then shared memory, L2.
+
+    A tile of 64 x 128 leaves registers for one waiting sum beside its accumulator, and shared
+    memory for one more beside the ring (`tile.smem_hold`). The greatest waits once a tile and goes
+    to device memory. In shared memory a sum waits where the finished tile is going to lie on its
+    way out: by then nothing waits any more.
+    """
+
+    tile: MatmulTile
+    in_registers: int
+    in_smem: int
+    in_scratch: int
+
+    @staticmethod
+    def of(leaves: int, tile: MatmulTile) -> "Holds":
+        waiting = leaves.bit_length() - 1
+        registers = tile.rows * tile.cols // 128
+        first = min(waiting, max(1, REGISTERS // registers - 1))
+        second = min(int(tile.smem_hold), waiting - first)
+        return Holds(tile, first, second, waiting - first - second)
+
+    @property
+    def _shape(self) -> tuple[int, int, int]:
+        return (self.tile.warpgroups, self.tile.rows, self.tile.cols)
+
+    def smem(self, dtype: jax.typing.DTypeLike) -> dict:
+        """Allocations of `open`, for outgoing tiles of `dtype`."""
+        if not self.in_smem:
+            return {"out": store_buffer(self.tile, dtype)}
+        # As many slots as a waiting sum has room for: each warpgroup's share is its own.
+        chunk = math.prod(_chunk(self.tile, dtype)) * jnp.dtype(dtype).itemsize
+        slots = self.tile.rows * self.tile.cols * 4 // chunk
+        buffer = store_buffer(dataclasses.replace(self.tile, slots=slots), dtype, exact=True)
+        return {"hold_out": plgpu.RefUnion(swizzled(self._shape, jnp.float32), buffer)}
+
+    def open(self, smem: dict) -> dict:
+        """`smem` with "out", the buffer for outgoing tiles, and, if a sum waits there, "hold"."""
+        if not self.in_smem:
+            return smem
+        hold, out = smem["hold_out"]
+        return {**smem, "hold": hold, "out": out}
+
+    def scratch(self, ctas: int) -> list[jax.ShapeDtypeStruct]:
+        """Device memory, as outputs of the kernel that nobody reads afterwards."""
+        return [jax.ShapeDtypeStruct((ctas, *self._shape), jnp.float32)] * self.in_scratch
+
+    def sum(self, leaf: Callable, leaves: int, smem: dict, scratch, cta, wg) -> jax.Array:
+        """`leaf_tree` of one warpgroup's tile, with `smem` opened."""
+        refs = [
+            *[None] * self.in_registers,
+            *([smem["hold"].at[wg]] if self.in_smem else []),
+            *[ref.at[cta, wg] for ref in scratch],
+        ]
+        index = iter(range(leaves))
+
+        def next_leaf():
+            value = leaf()
+            if self.in_smem and next(index) == 1:
+                # The tile before this one must have left the place where sums are going to wait.
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            return value
+
+        return leaf_tree(next_leaf, leaves, refs)
+
+
+def shared_bytes(tile: MatmulTile, leaves: int, out_dtype: jax.typing.DTypeLike) -> int:
+    """Shared memory that a dense product's ring, waiting sums and outgoing tiles take."""
+    stage = (tile.rows * tile.warpgroups + tile.cols) * TILE_K * 2
+    if Holds.of(leaves, tile).in_smem:
+        rest = tile.rows * tile.cols * 4
+    else:
+        rest = _slots(tile, out_dtype) * math.prod(_chunk(tile, out_dtype))
+        rest *= jnp.dtype(out_dtype).itemsize
+    return stage * tile.stages + rest * tile.warpgroups
+
+
+def check_leaves(contraction: int, leaves: int) -> None:
+    """Raises ValueError unless `contraction` splits into `leaves` equal parts, a power of two."""
+    if leaves < 1 or leaves & (leaves - 1):
+        raise ValueError(f"the number of leaves must be a power of two, not {leaves}")
+    if contraction % leaves:
+        raise ValueError(f"a contraction of {contraction} does not split into {leaves} leaves")
+
+
+def whole_leaves(x: jax.Array, axis: int, leaves: int) -> jax.Array:
+    """`x` [rows, cols] with zeros behind every leaf of `axis`, up to whole ring stages.
+
+    A copy, but only for leaves that are no multiple of a stage: narrow ones.
+    """
+    width = x.shape[axis] // leaves
+    if leaves == 1 or width % TILE_K == 0:
+        return x
+    shape = (*x.shape[:axis], leaves, width, *x.shape[axis + 1 :])
+    extra = [(0, -width % TILE_K if i == axis + 1 else 0) for i in range(3)]
+    x = jnp.pad(x.reshape(shape), extra)
+    return x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :])
+
+
+def whole_rows(rows: int) -> int:
+    """`rows` up to a multiple of 8; fewer than 8 rows stay as they are."""
+    return rows if rows < 8 else rows + -rows % 8
+
+
+def whole_lines(x: jax.Array) -> jax.Array:
+    """`x` [rows, cols] padded with zeros as TMA needs it: 16-byte strides and whole groups of rows.
+
+    What a tile reads outside the array TMA fills with zeros itself. Zero products change no sum.
+    """
+    rows, cols = x.shape
+    extra = ((0, whole_rows(rows) - rows), (0, -cols % 8))
+    return jnp.pad(x, extra) if any(after for _, after in extra) else x
+
+
+PRODUCER_REGISTERS = 56
+
+
+def producer_registers(consumers: int) -> None:
+    """Hand registers to two consumers; with one, and for small tiles, everybody has enough."""
+    if consumers > 1:
+        plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
+
+
+def consumer_registers(consumers: int) -> None:
+    if consumers > 1:
+        plgpu.set_max_registers((512 - PRODUCER_REGISTERS) // consumers // 8 * 8, action="increase")
+
+
+def launch(body, out_type, smem: dict, *, ctas: int, warpgroups: int, name: str):
+    """A persistent kernel of `ctas` blocks: `warpgroups` consumers and, last, one producer.
+
+    `body(*operands, *outputs, smem=smem)` runs in every warpgroup, with axes "cta" and "wg"; `smem`
+    holds the references allocated from the dictionary given here.
+    """
+
+    def entry(*refs):
+        pl.run_scoped(lambda smem: body(*refs, smem=smem), smem=smem, collective_axes="wg")
+
+    return plgpu.kernel(
+        entry,
+        out_type=out_type,
+        grid=(ctas,),
+        grid_names=("cta",),
+        num_threads=warpgroups + 1,
+        thread_name="wg",
+        kernel_name=name,
+        compiler_params=plgpu.CompilerParams(),
+    )
+
+
+def _chunk(tile: MatmulTile, dtype: jax.typing.DTypeLike) -> tuple[int, int]:
+    """The part of a warpgroup's tile that is written out at a time."""
+    if tile.swap:
+        return WARPGROUP_ROWS, tile.cols
+    return WARPGROUP_ROWS, min(tile.cols, SWIZZLE_BYTES // jnp.dtype(dtype).itemsize)
+
+
+def _slots(tile: MatmulTile, dtype: jax.typing.DTypeLike) -> int:
+    r, c = _chunk(tile, dtype)
+    return min(tile.slots, (tile.rows // r) * (tile.cols // c))
+
+
+def store_buffer(
+    tile: MatmulTile,
+    dtype: jax.typing.DTypeLike,
+    *,
+    ragged: bool = False,
+    exact: bool = False,
+):
+    """Shared memory for `store_tile`: `tile.slots` chunks a warpgroup.
+
+    Args:
+      tile: the tile.
+      dtype: of the results.
+      ragged: whether rows can be copied out one by one.
+      exact: allocate `tile.slots` chunks even if the tile has fewer.
+    """
+    r, c = _chunk(tile, dtype)
+    slots = tile.slots if exact else _slots(tile, dtype)
+    shape = (tile.warpgroups, slots, *((c, r) if tile.swap else (r, c)))
+    if ragged and tile.swap and jnp.dtype(dtype) == jnp.float32:
+        return plgpu.SMEM(shape, dtype)  # no swizzled layout takes a transposed float32 store
+    return swizzled(shape, dtype, rows=1 if ragged else 8)
+
+
+def store_tile(
+    accs, buffer, outs, row, col, *, dtype, transposed: bool, valid=None, epilogue=None
+) -> None:
+    """Write a warpgroup's tile to out[row:, col:], or to out[col:, row:] transposed.
+
+    Args:
+      accs: tuple of float32 tiles of one shape.
+      buffer: what `store_buffer` allocated, for this warpgroup.
+      outs: device memory references, one a result.
+      row, col: place of the tile's first element, in the tile's own orientation.
+      dtype: of all results.
+      transposed: whether `outs` are transposed to the tile.
+      valid: if given, only that many rows of the outs are written; the buffer must be a ragged one.
+      epilogue: `epilogue(chunks, row, col)` makes the results of one chunk of the tiles; by default
+        they are the tiles themselves.
+
+    Chunks go through shared memory to TMA, which drops what lies outside an out. The copies still
+    run on return: the next call, or the end of the kernel, waits for them.
+    """
+    rows, cols = accs[0].shape
+    slots, *chunk = buffer.shape
+    r, c = reversed(chunk) if transposed else chunk
+    turn = 0
+    for i in range(0, rows, r):
+        for j in range(0, cols, c):
+            values = tuple(acc[i : i + r, j : j + c] for acc in accs)
+            if epilogue is not None:
+                values = epilogue(values, row + i, col + j)
+            for out, value in zip(outs, values, strict=True):
+                slot = buffer.at[turn % slots]
+                turn += 1
+                plgpu.wait_smem_to_gmem(slots - 1, wait_read_only=True)
+                value = value.astype(dtype)
+                if transposed:
+                    slot.T[...] = plgpu.layout_cast(value, plgpu.Layout.WGMMA_TRANSPOSED)
+                else:
+                    slot[...] = value
+                plgpu.commit_smem()
+                place, before = ((col + j, row + i), j) if transposed else ((row + i, col + j), i)
+                _copy_rows(slot, out, *place, None if valid is None else valid - before)
+
+
+def _copy_rows(slot, out_gmem, row, col, count) -> None:
+    """Copy the first `count` rows of `slot` (all of them if None) out, as one commit group."""
+    rows, cols = slot.shape
+
+    def copy(first, size):
+        plgpu.copy_smem_to_gmem(
+            slot.at[pl.ds(first, size)],
+            out_gmem.at[pl.ds(row + first, size), pl.ds(col, cols)],
+            commit_group=False,
+        )
+
+    if count is None:
+        copy(0, rows)
+    else:
+        pl.when(count >= rows)(lambda: copy(0, rows))
+
+        # A copy's height is static, so a part of the rows goes out in powers of two.
+        @pl.when(jnp.logical_and(count > 0, count < rows))
+        def _ladder():
+            size = 1 << ((rows - 1).bit_length() - 1)
+            while size:
+                # The bits of `count` above this one say where the piece of `size` rows begins.
+                first = count & ~(2 * size - 1)
+                pl.when(count & size != 0)(functools.partial(copy, first, size))
+                size //= 2
+
+    plgpu.commit_smem_to_gmem_group()

@@ -1,0 +1,157 @@
+"""Between tokens and experts: where routed rows lie, how results combine, how gradients go back."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.grouped_matmul import ROW_ALIGNMENT, aligned_starts
+
+_VECTOR = 8
+
+
+class ExpertRows(NamedTuple):
+    """Where the routed rows of some experts lie: by (expert, batch leaf), each in token order.
+
+    starts, sizes: [E * leaves] int32, first row (aligned) and number of rows of every segment.
+    place: [T, k] int32, row of every slot; `rows` if its expert is not among these.
+    token: [rows] int32, token of every row; T where there is none.
+    """
+
+    starts: jax.Array
+    sizes: jax.Array
+    place: jax.Array
+    token: jax.Array
+
+    def groups(self, leaves: int) -> tuple[jax.Array, jax.Array]:
+        """(starts, sizes) of whole experts, [E] each, as the forward kernels take them."""
+        starts = self.starts[::leaves]
+        return starts, self.starts[leaves - 1 :: leaves] + self.sizes[leaves - 1 :: leaves] - starts
+
+
+def expert_rows_capacity(slots: int, segments: int) -> int:
+    """Rows that always suffice for `slots` routed rows in `segments` aligned segments."""
+    return slots + min(slots, segments) * (ROW_ALIGNMENT - 1) + ROW_ALIGNMENT
+
+
+def expert_rows(chosen: jax.Array, experts: int, leaves: int, rows: int) -> ExpertRows:
+    """Lay out routed rows; integers only, so exact anywhere.
+
+    Args:
+      chosen: [T, k] int32, the expert of every slot; outside [0, experts) it goes nowhere.
+      experts: number of experts.
+      leaves: batch leaves, equal contiguous parts of the tokens.
+      rows: static number of rows, `expert_rows_capacity` or more.
+
+    Returns:
+      ExpertRows.
+
+    Raises:
+      ValueError: if the leaves do not divide T.
+    """
+    tokens, slots = chosen.shape
+    if tokens % leaves:
+        raise ValueError(f"{tokens} tokens do not split into {leaves} leaves")
+    segments = experts * leaves
+    leaf = jnp.arange(tokens, dtype=jnp.int32)[:, None] // (tokens // leaves)
+    here = (chosen >= 0) & (chosen < experts)
+    key = jnp.where(here, chosen * leaves + leaf, segments).reshape(-1)
+    order = jnp.argsort(key, stable=True)
+    sizes = jnp.zeros(segments + 1, jnp.int32).at[key].add(1)
+    rank = jnp.arange(key.size, dtype=jnp.int32) - (jnp.cumsum(sizes) - sizes)[key[order]]
+    starts = aligned_starts(sizes[:segments])
+    target = jnp.append(starts, rows)[key[order]] + rank
+    target = jnp.where(key[order] < segments, target, rows).astype(jnp.int32)
+    place = jnp.zeros(key.size, jnp.int32).at[order].set(target)
+    token = jnp.full(rows, tokens, jnp.int32)
+    token = token.at[target].set((order // slots).astype(jnp.int32), mode="drop")
+    return ExpertRows(starts, sizes[:segments], place.reshape(tokens, slots), token)
+
+
+def _slab(width: int) -> int:
+    size = next((128 * v for v in (_VECTOR, 4, 2, 1) if width % (128 * v) == 0), None)
+    if size is None:
+        raise ValueError(f"a row of {width} elements is not a multiple of 128")
+    return size
+
+
+def combine_slots(y: jax.Array, place: jax.Array, weights: jax.Array | None = None) -> jax.Array:
+    """Sum of a token's results over its routing slots, by halving, in float32; rounded once.
+
+    Args:
+      y: [R, H] bfloat16 or float32, rows where they came to lie; H a multiple of 128.
+      place: [T, k] int32, row of y of every slot; k a power of two.
+      weights: [T, k] float32; without it the results are added as they are.
+
+    Returns:
+      [T, H] bfloat16.
+
+    Raises:
+      ValueError: if H is not a multiple of 128 or k not a power of two.
+    """
+    tokens, slots = place.shape
+    if slots & (slots - 1):
+        raise ValueError(f"the number of slots must be a power of two, not {slots}")
+    slab = _slab(y.shape[1])
+
+    def body(y_gmem, place_gmem, *refs):
+        *weights_gmem, out = refs
+        token, span = lax.axis_index("token"), pl.ds(lax.axis_index("slab") * slab, slab)
+        terms = [y_gmem[place_gmem[token, k], span].astype(jnp.float32) for k in range(slots)]
+        if weights_gmem:
+            terms = [term * weights_gmem[0][token, k] for k, term in enumerate(terms)]
+        while len(terms) > 1:
+            half = len(terms) // 2
+            terms = [a + b for a, b in zip(terms[:half], terms[half:], strict=True)]
+        out[token, span] = terms[0].astype(jnp.bfloat16)
+
+    return plgpu.kernel(
+        body,
+        out_type=jax.ShapeDtypeStruct((tokens, y.shape[1]), jnp.bfloat16),
+        grid=(tokens, y.shape[1] // slab),
+        grid_names=("token", "slab"),
+        kernel_name="combine_slots",
+    )(y, place, *(() if weights is None else (weights,)))
+
+
+def combine_slots_backward(
+    y: jax.Array, place: jax.Array, weights: jax.Array, dout: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Of weighted `combine_slots`.
+
+    Args:
+      y, place, weights: as there; no two slots have one place.
+      dout: [T, H] bfloat16.
+
+    Returns:
+      (dy [R, H] bfloat16, rows of no slot left as they were allocated; dweights [T, k] float32).
+
+    Raises:
+      ValueError: if H is not a multiple of 128.
+    """
+    tokens, slots = place.shape
+    width = y.shape[1]
+    _slab(width)
+
+    def body(y_gmem, place_gmem, weights_gmem, dout_gmem, dy, dweights):
+        token, slot = lax.axis_index("token"), lax.axis_index("slot")
+        row = place_gmem[token, slot]
+        d = dout_gmem[token].astype(jnp.float32)
+        dweights[token, slot] = jnp.sum(d * y_gmem[row].astype(jnp.float32))
+        dy[row] = (d * weights_gmem[token, slot]).astype(jnp.bfloat16)
+
+    return tuple(
+        plgpu.kernel(
+            body,
+            out_type=[
+                jax.ShapeDtypeStruct(y.shape, jnp.bfloat16),
+                jax.ShapeDtypeStruct((tokens, slots), jnp.float32),
+            ],
+            grid=(tokens, slots),
+            grid_names=("token", "slot"),
+            kernel_name="combine_slots_backward",
+        )(y, place, weights, dout)
+    )

@@ -1,0 +1,75 @@
+"""Tile choices of the matrix kernels. They are deployment: no entry changes a bit of a result."""
+
+import dataclasses
+
+from pallas_kernels import tuning_table as table
+
+
+@dataclasses.dataclass(frozen=True)
+class MatmulTile:
+    """One tile of a product, in the roles of `wgmma`: rows by columns, swapped or not.
+
+    Attributes:
+      rows: rows of one consumer warpgroup, a multiple of 64.
+      cols: columns, shared by the warpgroups; a multiple of 8 up to 256, and of 64 where the
+        contraction is not the operand's last axis.
+      warpgroups: consumer warpgroups, stacked along the rows.
+      stages: stages of the ring in shared memory.
+      swap: rows are the output's columns (N) and columns its rows (M).
+      minor: the tile axis that neighbouring blocks differ in (0 rows, 1 columns).
+      band: how many tiles of that axis are walked before the other axis moves.
+      slots: parts of a warpgroup's tile that may be on their way out of shared memory at a time.
+      smem_hold: whether a sum of leaves waits in shared memory (`matmul_core.Holds`); greater ones
+        wait in device memory.
+    """
+
+    rows: int
+    cols: int
+    warpgroups: int = 2
+    stages: int = 4
+    swap: bool = False
+    minor: int = 1
+    band: int = 8
+    slots: int = 2
+    smem_hold: bool = False
+
+
+SHARED_MEMORY = 226 * 1024  # bytes that a block's ring, waiting sums and outgoing tiles may take
+
+
+def _choose(rows: list[table.Row], **sizes: int) -> dict:
+    for bounds, tile in rows:
+        if all(sizes[name] <= bound for name, bound in bounds.items()):
+            return tile
+    raise ValueError(f"no tile for {sizes}")
+
+
+def matmul_tile(m: int, n: int, leaves: int) -> MatmulTile:
+    """The tile for an [m, K] by [K, n] product in `leaves` leaves."""
+    choice = _choose(table.MATMUL, m=m, n=n, leaves=leaves)
+    if "cols" in choice:
+        return MatmulTile(**choice)
+    cols = max(8, m + -m % 8)
+    outgoing = 2 * cols * 64 * 4
+    fitting = (SHARED_MEMORY - outgoing) // ((choice["rows"] + cols) * 128)
+    return MatmulTile(**{**choice, "cols": cols, "stages": min(choice["stages"], fitting)})
+
+
+def grouped_matmul_tile(rows: int, groups: int, k: int) -> MatmulTile:
+    """The tile of `grouped_matmul`: `rows` rows in `groups` groups, contraction `k`."""
+    return MatmulTile(**_choose(table.GROUPED_MATMUL, rows_per_group=rows // groups, k=k))
+
+
+def grouped_swiglu_tile(rows: int, groups: int) -> MatmulTile:
+    """The tile of `grouped_swiglu`, of one of its two products."""
+    return MatmulTile(**_choose(table.GROUPED_SWIGLU, rows_per_group=rows // groups))
+
+
+def grouped_dw_tile(leaves: int) -> MatmulTile:
+    """The tile of `grouped_matmul_dw`."""
+    return MatmulTile(**_choose(table.GROUPED_DW, leaves=leaves))
+
+
+def logprob_tile() -> MatmulTile:
+    """The tile of `linear_logprob` and of its logit gradient."""
+    return MatmulTile(**_choose(table.LINEAR_LOGPROB))

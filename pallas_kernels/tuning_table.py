@@ -1,0 +1,37 @@
+"""Tiles that `experiments/bench_kernels.py --full` found best, by op and shape class.
+
+Measured on one NVIDIA H200, 2026-11-29. A row is (what the shape must satisfy, tile); the first row
+whose conditions all hold is taken. Conditions are upper bounds on named sizes of the call.
+"""
+
+Row = tuple[dict[str, int], dict[str, int | bool]]
+
+MATMUL: list[Row] = [
+    # Few rows: tokens lie in the 8-wide side (cols is filled in from m), weights stream by.
+    ({"m": 64}, dict(rows=64, warpgroups=1, stages=16, swap=True, smem_hold=True)),
+    ({"m": 512, "n": 1024}, dict(rows=64, cols=64, warpgroups=1, stages=12)),
+    ({"m": 512, "n": 8192, "leaves": 1}, dict(rows=64, cols=128, warpgroups=1, stages=8)),
+    ({"m": 512, "n": 8192}, dict(rows=64, cols=64, warpgroups=1, stages=12)),
+    ({"n": 64}, dict(rows=64, cols=64, stages=6)),
+    ({"leaves": 1}, dict(rows=64, cols=256, minor=0)),
+    ({}, dict(rows=64, cols=128, stages=5, smem_hold=True)),
+]
+
+GROUPED_MATMUL: list[Row] = [
+    # At most 32 rows a group on average: a group's rows fit the 8-wide side.
+    ({"rows_per_group": 32}, dict(rows=64, cols=32, stages=6, swap=True)),
+    ({"k": 512}, dict(rows=64, cols=256, stages=3, slots=4)),
+    ({}, dict(rows=64, cols=256)),
+]
+
+GROUPED_SWIGLU: list[Row] = [
+    ({"rows_per_group": 32}, dict(rows=64, cols=32, stages=5, swap=True)),
+    ({}, dict(rows=64, cols=128, swap=True)),
+]
+
+GROUPED_DW: list[Row] = [
+    ({"leaves": 2}, dict(rows=64, cols=128, stages=6)),
+    ({}, dict(rows=64, cols=128, stages=5, smem_hold=True)),
+]
+
+LINEAR_LOGPROB: list[Row] = [({}, dict(rows=64, cols=256, minor=0, band=20))]

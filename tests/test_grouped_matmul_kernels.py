@@ -1,0 +1,217 @@
+"""Expert products: against float64 in the interpreter, lowering at the 35B model's shapes."""
+
+import functools
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.grouped_matmul import (
+    aligned_starts,
+    grouped_matmul,
+    grouped_swiglu,
+    grouped_swiglu_backward,
+    row_tiles,
+)
+from pallas_kernels.grouped_matmul_dw import grouped_matmul_dw
+from pallas_kernels.matmul import matmul
+from pallas_kernels.rows_routing import expert_rows, expert_rows_capacity
+from pallas_kernels.tuning import MatmulTile
+from tests.kernels import BF16, F32, I32, calls_mosaic, error, f64, interpreted, normal, same_bits
+
+PLAIN = MatmulTile(rows=64, cols=64, stages=2)
+SWAPPED = MatmulTile(rows=64, cols=8, stages=2, warpgroups=1, swap=True)
+SIZES = np.array([0, 5, 66, 1])
+GROUPS = len(SIZES)
+
+
+class Case:
+    """Four ragged groups; rows of no group are NaN, which must reach no result."""
+
+    def __init__(self, k, n):
+        self.sizes = jnp.asarray(SIZES, I32)
+        self.starts = aligned_starts(self.sizes)
+        self.spans = [slice(s, s + c) for s, c in zip(np.asarray(self.starts), SIZES, strict=True)]
+        self.rows = np.concatenate([np.arange(s.start, s.stop) for s in self.spans])
+        self.count = int(self.rows[-1]) + 9
+        self.x, self.w = self.array(0, k), normal(1, GROUPS, k, n)
+
+    def array(self, seed, width):
+        x = normal(seed, self.count, width)
+        owned = np.zeros(self.count, bool)
+        owned[self.rows] = True
+        return jnp.where(owned[:, None], x, jnp.nan)
+
+    def product(self, x, w):
+        x, w = f64(x), f64(w)
+        return np.concatenate([x[s] @ w[g] for g, s in enumerate(self.spans)])
+
+
+def test_starts_are_aligned_and_do_not_overlap():
+    starts = np.asarray(aligned_starts(jnp.asarray(SIZES, I32)))
+    assert (starts % 8 == 0).all() and (starts[1:] >= (starts + SIZES)[:-1]).all()
+
+
+@pytest.mark.parametrize("height", [8, 64])
+def test_row_tiles_cover_every_row_once(height):
+    sizes = jnp.asarray(SIZES, I32)
+    starts = aligned_starts(sizes)
+    table, count = row_tiles(starts, sizes, 120, height)
+    covered = [
+        (int(g), row)
+        for g, first, size in np.asarray(table).T[: int(count[0])]
+        for row in range(first, first + size)
+    ]
+    expected = [
+        (g, row)
+        for g, (s, c) in enumerate(zip(np.asarray(starts), SIZES, strict=True))
+        for row in range(s, s + c)
+    ]
+    assert covered == expected
+
+
+@pytest.mark.parametrize("tile", [PLAIN, SWAPPED], ids=["plain", "swapped"])
+def test_rows_meet_their_groups_matrix(tile):
+    case = Case(64, 72)
+    with interpreted():
+        out = grouped_matmul(case.x, case.w, case.starts, case.sizes, out_dtype=F32, tile=tile)
+    assert error(out[case.rows], case.product(case.x, case.w)) < 1e-6
+
+
+def test_several_contractions():
+    case = Case(64, 64)
+    y, v = case.array(2, 128), normal(3, GROUPS, 64, 128)
+    with interpreted():
+        out = grouped_matmul(
+            (case.x, y),
+            (jnp.swapaxes(case.w, 1, 2), v),
+            case.starts,
+            case.sizes,
+            transpose_w=True,
+            out_dtype=F32,
+            tile=PLAIN,
+        )
+    expected = case.product(case.x, case.w) + case.product(y, jnp.swapaxes(v, 1, 2))
+    assert error(out[case.rows], expected) < 1e-6
+
+
+@pytest.mark.parametrize("leaves", [1, 4])
+def test_routed_rows_lie_by_expert_leaf_and_token(leaves):
+    tokens, slots, experts = 16, 2, 3
+    chosen = np.random.default_rng(0).integers(-1, experts + 1, (tokens, slots))
+    capacity = expert_rows_capacity(tokens * slots, experts * leaves)
+    laid = expert_rows(jnp.asarray(chosen, I32), experts, leaves, capacity)
+    starts, sizes, place, token = (np.asarray(x) for x in laid)
+    assert (starts % 8 == 0).all()
+    for e in range(experts):
+        for leaf in range(leaves):
+            rows = [
+                (t, j)
+                for t in range(tokens)
+                for j in range(slots)
+                if chosen[t, j] == e and t * leaves // tokens == leaf
+            ]
+            segment = e * leaves + leaf
+            assert sizes[segment] == len(rows)
+            for rank, (t, j) in enumerate(rows):
+                assert place[t, j] == starts[segment] + rank and token[place[t, j]] == t
+    nowhere = (chosen < 0) | (chosen >= experts)
+    assert (place[nowhere] == capacity).all()
+    assert (token < tokens).sum() == (~nowhere).sum()
+    first, size = laid.groups(leaves)
+    assert first.shape == (experts,) and (np.asarray(first + size) <= capacity).all()
+
+
+def sigmoid(x):
+    return 1 / (1 + np.exp(-x))
+
+
+@pytest.mark.parametrize("tile", [PLAIN, SWAPPED], ids=["plain", "swapped"])
+def test_swiglu(tile):
+    case = Case(64, 64)
+    up = normal(2, GROUPS, 64, 64)
+    with interpreted():
+        out = grouped_swiglu(case.x, case.w, up, case.starts, case.sizes, tile=tile)
+    g, u = case.product(case.x, case.w), case.product(case.x, up)
+    assert error(out[case.rows], g * sigmoid(g) * u) < 3e-3
+
+
+def test_swiglu_backward():
+    case = Case(64, 64)
+    up, down = normal(2, GROUPS, 64, 64), normal(3, GROUPS, 64, 128)
+    dy = case.array(4, 128)
+    with interpreted():
+        outs = grouped_swiglu_backward(
+            case.x, case.w, up, down, dy, case.starts, case.sizes, tile=PLAIN
+        )
+    g, u = case.product(case.x, case.w), case.product(case.x, up)
+    dh, s = case.product(dy, jnp.swapaxes(down, 1, 2)), sigmoid(g)
+    expected = dh * u * s * (1 + g * (1 - s)), dh * g * s, g * s * u
+    for out, reference in zip(outs, expected, strict=True):
+        assert error(out[case.rows], reference) < 3e-3
+
+
+@pytest.mark.parametrize("leaves", [1, 2])
+def test_weight_gradient(leaves):
+    case = Case(72, 64)
+    dy = case.array(2, 64)
+    with interpreted():
+        out = grouped_matmul_dw(
+            case.x, dy, case.starts, case.sizes, leaves=leaves, out_dtype=F32, tile=PLAIN
+        )
+    parts = np.stack([f64(case.x)[s].T @ f64(dy)[s] for s in case.spans])
+    assert error(out, parts.reshape(-1, leaves, 72, 64).sum(1)) < 1e-6
+
+
+def test_refusals():
+    case = Case(72, 64)
+    with pytest.raises(ValueError, match="multiple of 64"):
+        grouped_matmul(case.x, case.w, case.starts, case.sizes)
+    with pytest.raises(ValueError, match="do not make groups"):
+        grouped_matmul_dw(case.x, case.x, case.starts[:3], case.sizes[:3], leaves=2)
+
+
+R, DECODE, E, H, N = 83968, 3840, 256, 2048, 512
+GROUP = ((E,), I32)
+
+
+@pytest.mark.parametrize(
+    "function, shapes",
+    [
+        (grouped_matmul, [((R, N), BF16), ((E, N, H), BF16)]),
+        (grouped_matmul, [((DECODE, N), BF16), ((E, N, H), BF16)]),
+        (
+            functools.partial(grouped_matmul, out_dtype=F32),
+            [((DECODE, N), BF16), ((E, N, H), BF16)],
+        ),
+        (
+            functools.partial(grouped_matmul, transpose_w=True),
+            [((R, H), BF16), ((E, N, H), BF16)],
+        ),
+        (grouped_swiglu, [((R, H), BF16), ((E, H, N), BF16), ((E, H, N), BF16)]),
+        (grouped_swiglu, [((DECODE, H), BF16), ((E, H, N), BF16), ((E, H, N), BF16)]),
+        (
+            grouped_swiglu_backward,
+            [((R, H), BF16), *[((E, H, N), BF16)] * 2, ((E, N, H), BF16), ((R, H), BF16)],
+        ),
+        (grouped_matmul_dw, [((R, H), BF16), ((R, N), BF16)]),
+    ],
+    ids=["down", "down decode", "f32", "dx", "swiglu", "swiglu decode", "swiglu backward", "dw"],
+)
+def test_lowers_for_cuda(function, shapes):
+    assert calls_mosaic(function, *shapes, GROUP, GROUP)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tile", [None, PLAIN, SWAPPED], ids=["table", "plain", "swapped"])
+def test_rows_and_gradients_are_exact_on_a_device(tile):
+    case = Case(128, 64)
+    out = grouped_matmul(case.x, case.w, case.starts, case.sizes, out_dtype=F32, tile=tile)
+    dy = case.array(2, 64)
+    dw = grouped_matmul_dw(case.x, dy, case.starts, case.sizes)
+    for g, span in enumerate(case.spans):
+        if span.start < span.stop:
+            alone = matmul(case.x[span], case.w[g], out_dtype=F32)
+            assert same_bits(out[span], alone)
+            alone = matmul(case.x[span], dy[span], transpose_a=True, out_dtype=F32)
+            assert same_bits(dw[g], alone)

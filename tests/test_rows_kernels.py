@@ -1,0 +1,276 @@
+"""Row ops: forward and backward against float64 in the interpreter, lowering at real shapes."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.rows_convolution import convolution, convolution_backward
+from pallas_kernels.rows_elementwise import (
+    add,
+    gated_add,
+    gated_add_backward,
+    sigmoid_gate,
+    sigmoid_gate_backward,
+    swiglu,
+    swiglu_backward,
+)
+from pallas_kernels.rows_embedding import embedding_gradient
+from pallas_kernels.rows_norm import (
+    gated_rms_norm,
+    gated_rms_norm_backward,
+    l2_norm,
+    l2_norm_backward,
+    rms_norm,
+    rms_norm_backward,
+)
+from pallas_kernels.rows_rotary import rotary
+from pallas_kernels.rows_routing import combine_slots, combine_slots_backward
+from pallas_kernels.rows_softmax import (
+    softmax,
+    softmax_backward,
+    softmax_chosen,
+    softmax_chosen_backward,
+)
+from pallas_kernels.rows_token_sum import token_sum
+from tests.kernels import BF16, F32, I32, calls_mosaic, error, f64, interpreted, normal, vjp
+
+EPSILON = 1e-6
+ROWS, WIDTH = 6, 128  # not a whole number of blocks
+X, Z, DY, W = (
+    normal(0, ROWS, WIDTH),
+    normal(1, ROWS, WIDTH),
+    normal(2, ROWS, WIDTH),
+    normal(3, WIDTH),
+)
+GATE = normal(4, ROWS)
+P, DP = normal(5, ROWS, WIDTH, dtype=F32), normal(6, ROWS, WIDTH, dtype=F32)
+
+
+def rms(x):
+    return x * jax.lax.rsqrt((x * x).mean(1, keepdims=True) + EPSILON)
+
+
+def summed(terms):
+    return terms.sum(0)
+
+
+def same(x):
+    return x
+
+
+# name: (formula, operands, kernel, backward kernel, what makes a gradient of each of its results)
+NORM = dict(epsilon=EPSILON, zero_centered=True)
+FORMULAS = {
+    "rms_norm": (
+        lambda x, w: rms(x) * (1 + w),
+        (X, W),
+        functools.partial(rms_norm, **NORM),
+        lambda x, w, dy: rms_norm_backward(x, w, dy, **NORM),
+        (same, summed),
+    ),
+    "gated_rms_norm": (
+        lambda x, z, w: rms(x) * w * jax.nn.silu(z),
+        (X, Z, W),
+        functools.partial(gated_rms_norm, epsilon=EPSILON),
+        functools.partial(gated_rms_norm_backward, epsilon=EPSILON),
+        (same, same, summed),
+    ),
+    "l2_norm": (
+        lambda x: x * jax.lax.rsqrt((x * x).sum(1, keepdims=True) + EPSILON),
+        (X,),
+        functools.partial(l2_norm, epsilon=EPSILON),
+        lambda x, dy: (l2_norm_backward(x, dy, epsilon=EPSILON),),
+        (same,),
+    ),
+    "add": (lambda x, y: x + y, (X, Z), add, lambda x, y, dy: (dy, dy), (same, same)),
+    "swiglu": (
+        lambda g, u: jax.nn.silu(g) * u,
+        (X, Z),
+        swiglu,
+        swiglu_backward,
+        (same, same),
+    ),
+    "sigmoid_gate": (
+        lambda x, g: x * jax.nn.sigmoid(g),
+        (X, Z),
+        sigmoid_gate,
+        sigmoid_gate_backward,
+        (same, same),
+    ),
+    "gated_add": (
+        lambda x, y, g: x + y * jax.nn.sigmoid(g)[:, None],
+        (X, Z, GATE),
+        gated_add,
+        lambda x, y, g, dy: (dy, *gated_add_backward(y, g, dy)),
+        (same, same, same),
+    ),
+    "softmax": (
+        jax.nn.softmax,
+        (P,),
+        softmax,
+        lambda z, dp: (softmax_backward(jax.nn.softmax(z), dp.astype(F32)),),
+        (same,),
+    ),
+    "softmax_chosen": (
+        jax.nn.softmax,
+        (P[:, :8],),
+        softmax_chosen,
+        lambda z, dp: (softmax_chosen_backward(jax.nn.softmax(z), dp[:, :8].astype(F32)),),
+        (same,),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FORMULAS)
+def test_forward(name):
+    formula, operands, kernel, _, _ = FORMULAS[name]
+    with interpreted():
+        out = kernel(*operands)
+    with jax.enable_x64(True):
+        expected = np.asarray(formula(*(jnp.asarray(f64(a)) for a in operands)))
+    assert error(out, expected) < 3e-3
+
+
+@pytest.mark.parametrize("name", FORMULAS)
+def test_backward(name):
+    formula, operands, _, backward, finish = FORMULAS[name]
+    with interpreted():
+        results = backward(*operands, DY)
+    gradients = vjp(formula, list(operands), f64(DY)[:, : operands[0].shape[1]])
+    for result, make, gradient in zip(results, finish, gradients, strict=True):
+        assert error(make(result), gradient) < 3e-3
+
+
+def test_rows_wider_than_a_warp():
+    x, w = normal(0, 2, 4096), normal(1, 4096)
+    with interpreted():
+        out = rms_norm(x, w, epsilon=EPSILON, zero_centered=False)
+    y = f64(x)
+    expected = y / np.sqrt((y * y).mean(1, keepdims=True) + EPSILON) * f64(w)
+    assert error(out, expected) < 3e-3
+
+
+def test_widths_that_do_not_fit():
+    with pytest.raises(ValueError, match="multiple of 32"):
+        l2_norm(normal(0, 4, 40), epsilon=EPSILON)
+
+
+def test_rotary_turns_pairs_and_its_inverse_turns_back():
+    x = normal(0, 5, 3, 128, dtype=F32)
+    angle = np.random.default_rng(1).standard_normal((5, 32))
+    cosine, sine = jnp.asarray(np.cos(angle), F32), jnp.asarray(np.sin(angle), F32)
+    with interpreted():
+        out = rotary(x, cosine, sine)
+        back = rotary(out, cosine, -sine)
+    a, b = f64(x)[..., :32], f64(x)[..., 32:64]
+    c, s = np.cos(angle)[:, None], np.sin(angle)[:, None]
+    expected = np.concatenate([a * c - b * s, b * c + a * s, f64(x)[..., 64:]], -1)
+    assert error(out, expected) < 1e-6 and error(back, f64(x)) < 1e-6
+
+
+def test_token_sum_over_ragged_blocks():
+    x = normal(0, 2 * 70, 130, dtype=F32)
+    with interpreted():
+        out = token_sum(x, 2)
+    assert error(out, f64(x).sum(0)) < 1e-6
+
+
+def test_convolution_reads_rows_state_and_nothing():
+    x, w, state = normal(0, 3, 128), normal(1, 128, 4), normal(2, 6, 128)
+    # A sequence with two cached inputs at state rows 4 and 5; then the start of another.
+    source = jnp.asarray([[-1, -6, -7, 0], [-6, -7, 0, 1], [-1, -1, -1, 2]], I32)
+    with interpreted():
+        out = convolution(x, w, state, source)
+    xs, ss, zero = f64(x), f64(state), np.zeros(128)
+    windows = [[zero, ss[4], ss[5], xs[0]], [ss[4], ss[5], xs[0], xs[1]], [zero] * 3 + [xs[2]]]
+    z = (np.asarray(windows) * f64(w).T).sum(1)
+    assert error(out, z / (1 + np.exp(-z))) < 3e-3
+
+
+def test_convolution_backward():
+    tokens, lengths = 128, (50, 14, 64)
+    x, w, dy = normal(0, tokens, 128), normal(1, 128, 4), normal(2, tokens, 128)
+    position = np.concatenate([np.arange(n) for n in lengths])
+    back = np.arange(3, -1, -1)
+    source = np.where(position[:, None] < back, -1, np.arange(tokens)[:, None] - back)
+    follower = np.full((tokens, 4), -1)
+    for t, j in np.argwhere(source >= 0):
+        follower[source[t, j], j] = t
+
+    def formula(x, w):
+        window = jnp.where((source >= 0)[..., None], x[np.maximum(source, 0)], 0)
+        return jax.nn.silu((window * w.T).sum(1))
+
+    with interpreted():
+        dx, dw = convolution_backward(
+            x, w, jnp.asarray(source, I32), jnp.asarray(follower, I32), dy, 2
+        )
+    expected = vjp(formula, [x, w], f64(dy))
+    assert error(dx, expected[0]) < 3e-3 and error(dw, expected[1]) < 1e-6
+
+
+def test_slots_combine_and_their_gradients_travel_back():
+    y, dout = normal(0, 20, 128), normal(1, 4, 128)
+    place = np.random.default_rng(2).permutation(20)[:16].reshape(4, 4)
+    weights = normal(3, 4, 4, dtype=F32)
+    at = jnp.asarray(place, I32)
+    with interpreted():
+        out, plain = combine_slots(y, at, weights), combine_slots(y, at)
+        dy, dweights = combine_slots_backward(y, at, weights, dout)
+    rows, w, d = f64(y)[place], f64(weights)[..., None], f64(dout)[:, None]
+    assert error(out, (rows * w).sum(1)) < 3e-3 and error(plain, rows.sum(1)) < 3e-3
+    assert error(dy[at], d * w) < 3e-3 and error(dweights, (rows * d).sum(2)) < 1e-6
+
+
+def test_embedding_gradient_adds_repeated_tokens():
+    tokens = np.array([3, 0, 3, 9, -1, 3, 0, 7])  # 9 and -1 are outside the table
+    dout = normal(0, 8, 128)
+    with interpreted():
+        out = embedding_gradient(jnp.asarray(tokens, I32), dout, 8, 2)
+    expected = np.zeros((8, 128))
+    for token, row in zip(tokens, f64(dout), strict=True):
+        if 0 <= token < 8:
+            expected[token] += row
+    assert error(out, expected) < 1e-6
+
+
+T, H = 10240, 2048
+WIDE, HEADS = ((T, H), BF16), ((T * 32, 128), BF16)
+
+
+@pytest.mark.parametrize(
+    "function, shapes",
+    [
+        (FORMULAS["rms_norm"][2], [WIDE, ((H,), BF16)]),
+        (FORMULAS["rms_norm"][2], [((1, H), BF16), ((H,), BF16)]),
+        (FORMULAS["rms_norm"][3], [WIDE, ((H,), BF16), WIDE]),
+        (FORMULAS["gated_rms_norm"][2], [HEADS, HEADS, ((128,), BF16)]),
+        (FORMULAS["gated_rms_norm"][3], [HEADS, HEADS, ((128,), BF16), HEADS]),
+        (FORMULAS["l2_norm"][2], [HEADS]),
+        (add, [WIDE, WIDE]),
+        (swiglu_backward, [((T, 512), BF16)] * 3),
+        (sigmoid_gate, [WIDE, WIDE]),
+        (gated_add, [WIDE, WIDE, ((T,), BF16)]),
+        (softmax, [((T, 256), F32)]),
+        (softmax_chosen, [((T, 8), F32)]),
+        (rotary, [((T, 16, 256), BF16), ((T, 32), F32), ((T, 32), F32)]),
+        (rotary, [((1, 2, 256), BF16), ((1, 32), F32), ((1, 32), F32)]),
+        (functools.partial(token_sum, leaves=8), [((T, H), F32)]),
+        (
+            convolution,
+            [((T, 8192), BF16), ((8192, 4), BF16), ((768, 8192), BF16), ((T, 4), I32)],
+        ),
+        (
+            functools.partial(convolution_backward, leaves=8),
+            [((T, 8192), BF16), ((8192, 4), BF16), *[((T, 4), I32)] * 2, ((T, 8192), BF16)],
+        ),
+        (combine_slots, [((T * 8, H), BF16), ((T, 8), I32), ((T, 8), F32)]),
+        (combine_slots_backward, [((T * 8, H), BF16), ((T, 8), I32), ((T, 8), F32), WIDE]),
+        (functools.partial(embedding_gradient, size=248320, leaves=8), [((T,), I32), WIDE]),
+    ],
+)
+def test_lowers_for_cuda(function, shapes):
+    assert calls_mosaic(function, *shapes)
