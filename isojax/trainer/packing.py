@@ -136,8 +136,8 @@ def bucket_of(
     """The static shape of a call on one data rank.
 
     parts: rows of the sequences of each leaf. budget: rows of a leaf. longest: rows of the longest
-    sequence of all calls. Every call has all its rows; sequences and pieces are counted in powers of
-    two, and enough of them for leaves full of long sequences, so that few programs serve all calls.
+    sequence of all calls. Every call has all its rows; sequences and pieces are counted in powers
+    of two, and enough of them for leaves full of long sequences, so that few programs serve all.
     """
     leaves = len(parts) // ranks
     pieces = max(sum(-(-rows // chunk) for rows in part) for part in parts)
