@@ -54,12 +54,13 @@ POLICY = Policy(chunk=16, kv_block=16, kv_segment=64)
 ADAMW = AdamW(weight_decay=0.1, max_grad_norm=0.5)
 SCHEDULE = Schedule(learning_rate=1e-2, warmup_steps=2)
 BUDGET = 64
+SLOW = pytest.mark.slow
 MESHES = [
-    ("dense", "4x1"),
     ("dense", "1x4"),
-    ("moe", "2x2"),
-    ("hybrid_moe", "2x1"),
-    ("hybrid_moe", "1x2"),
+    pytest.param("dense", "4x1", marks=SLOW),
+    pytest.param("moe", "2x2", marks=SLOW),
+    pytest.param("hybrid_moe", "2x1", marks=SLOW),
+    pytest.param("hybrid_moe", "1x2", marks=SLOW),
     ("hybrid_moe", "8x1"),
     ("hybrid_moe", "2x4"),
 ]
