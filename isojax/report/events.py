@@ -30,7 +30,9 @@ class EventWriter:
             from tensorboardX import SummaryWriter
         except ImportError as error:
             raise ImportError('report.tensorboard needs: pip install "isojax[report]"') from error
-        self._writer = SummaryWriter(str(folder), purge_step=first_step)
+        # files are named by the second: a run resumed within it would overwrite the first
+        suffix = f".{first_step}"
+        self._writer = SummaryWriter(str(folder), purge_step=first_step, filename_suffix=suffix)
 
     def write(self, metrics: Mapping[str, Any]) -> None:
         for name, value in metrics.items():
