@@ -63,22 +63,6 @@ def by_length(response: str, answer: str, row) -> float:
     return float(len(response) % 3)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def programs_compiled_once(tmp_path_factory):
-    """Every Run compiles its own programs; the persistent cache lets them share."""
-    before = {
-        "jax_compilation_cache_dir": jax.config.jax_compilation_cache_dir,
-        "jax_persistent_cache_min_compile_time_secs": (
-            jax.config.jax_persistent_cache_min_compile_time_secs
-        ),
-    }
-    jax.config.update("jax_compilation_cache_dir", str(tmp_path_factory.mktemp("programs")))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
-    yield
-    for name, value in before.items():
-        jax.config.update(name, value)
-
-
 @pytest.fixture(scope="module")
 def runs_dir(tmp_path_factory):
     return tmp_path_factory.mktemp("runs")

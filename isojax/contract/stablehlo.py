@@ -100,22 +100,27 @@ class Program:
         yield from (callee for callee in seen if callee in self._raw and callee != name)
 
     def expanded(self, name: str) -> str:
-        """Text of a function and of all that it calls, functions named by their order."""
+        """Text of a function and of all that it calls, functions named by their order.
+
+        Equal functions are one, however many copies jax made of them: that depends on what its
+        trace caches held.
+        """
         order: dict[str, int] = {}
-
-        def visit(at: str) -> None:
-            order[at] = len(order)
-            for callee in self.calls(at):
-                if callee not in order:
-                    visit(callee)
-
-        visit(name)
+        texts: list[str] = []
 
         def symbol(match: re.Match[str]) -> str:
-            return f"@f{order[match[1]]}" if match[1] in order else match[0]
+            return f"@f{order[self[match[1]].digest]}" if match[1] in self._raw else match[0]
 
-        texts = (_bare(self._raw[at], lambda k: f"{k.name} {k.module}") for at in order)
-        return "".join(_CALL.sub(symbol, text) for text in texts)
+        def visit(at: str) -> None:
+            order[self[at].digest] = len(order)
+            for callee in self.calls(at):
+                if self[callee].digest not in order:
+                    visit(callee)
+            bare = _bare(self._raw[at], lambda k: f"{k.name} {k.module}")
+            texts.append(_CALL.sub(symbol, bare))
+
+        visit(name)
+        return "".join(texts)
 
     def _canonical(self, name: str) -> Function:
         callees = {callee: self[callee] for callee in self.calls(name)}
