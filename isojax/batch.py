@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import register_dataclass
 
@@ -142,6 +143,21 @@ def build(segments: Sequence[Segment], bucket: Bucket, chunk: int) -> RaggedBatc
         "piece_len": piece_len,
     }
     return RaggedBatch(**fields, piece_rows=bucket.piece_rows)
+
+
+def pad_rows(batch: RaggedBatch, multiple: int) -> RaggedBatch:
+    """A rank's batch with padding rows behind it, up to a multiple: ranks may share its rows."""
+    extra = -batch.tokens.shape[0] % multiple
+    if extra == 0:
+        return batch
+    unused = batch.start.shape[0]
+    pad = lambda x, value: jnp.pad(x, (0, extra), constant_values=value)  # noqa: E731
+    return dataclasses.replace(
+        batch,
+        tokens=pad(batch.tokens, 0),
+        positions=pad(batch.positions, 0),
+        seq=pad(batch.seq, unused),
+    )
 
 
 def concatenate(batches: Sequence[RaggedBatch]) -> RaggedBatch:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jax.tree_util import register_dataclass
 
-from isojax.mesh import DATA, MODEL, Layout
+from isojax.mesh import DATA, HEADS, Layout
 from isojax.models.config import ModelConfig
 from isojax.numerics.policy import Policy
 from isojax.ops import gated_delta
@@ -43,8 +43,8 @@ class Cache:
 
 
 def local_heads(heads: int, layout: Layout) -> int:
-    """Heads that one model rank holds: an equal share, or one copy where ranks outnumber heads."""
-    return max(1, heads // layout.model)
+    """Heads that one rank works on: an equal share, or one copy where ranks outnumber heads."""
+    return max(1, heads // layout.head_ranks)
 
 
 def create(
@@ -63,8 +63,8 @@ def create(
         shape = (entries(attention), pages, policy.chunk, heads, model.head_dim)
         keys, values = jnp.zeros(shape, policy.dtype), jnp.zeros(shape, policy.dtype)
     if delta:
-        key_heads = model.linear_num_key_heads // layout.model
-        value_heads = model.linear_num_value_heads // layout.model
+        key_heads = model.linear_num_key_heads // layout.head_ranks
+        value_heads = model.linear_num_value_heads // layout.head_ranks
         key_dim, value_dim = model.linear_key_head_dim, model.linear_value_head_dim
         channels = 2 * key_heads * key_dim + value_heads * value_dim
         width = model.linear_conv_kernel_dim
@@ -76,15 +76,16 @@ def create(
 
 
 def specs(cache: Cache) -> Any:
-    """PartitionSpecs of a cache's global arrays: pages and slots over "data", heads over "model".
+    """PartitionSpecs of a cache's global arrays: pages and slots over "data", heads dealt to
+    ranks.
 
     The same tree as `cache`, with a PartitionSpec for every array; a rank's block is what `create`
     makes.
     """
     tree: dict[str, Any] = {
-        "keys": PartitionSpec(None, DATA, None, MODEL),
-        "values": PartitionSpec(None, DATA, None, MODEL),
-        "conv": PartitionSpec(None, DATA, None, MODEL),
+        "keys": PartitionSpec(None, DATA, None, HEADS),
+        "values": PartitionSpec(None, DATA, None, HEADS),
+        "conv": PartitionSpec(None, DATA, None, HEADS),
         "delta": gated_delta.state_specs(cache.delta) if cache.delta is not None else None,
     }
     return Cache(**{k: v if getattr(cache, k) is not None else None for k, v in tree.items()})

@@ -13,6 +13,7 @@ from isojax.cache import Cache
 from isojax.mesh import Layout
 from isojax.models.blocks import Static, attention_block, delta_block, mlp, moe
 from isojax.models.config import ModelConfig
+from isojax.numerics.collectives import context_rows
 from isojax.numerics.policy import Policy
 from isojax.ops.elementwise import add
 from isojax.ops.embedding import embedding
@@ -31,14 +32,18 @@ def forward(
     layout: Layout,
     remat: bool = False,
 ) -> tuple[jax.Array, Cache]:
-    """Final hidden rows [T, H] of the batch's tokens, and the cache with them in it.
+    """Final hidden rows of the batch's tokens, and the cache with them in it.
+
+    The rows [., H] are those of the residual stream that this rank keeps: all T, unless the layout
+    cuts them (see `isojax.mesh`).
 
     Layers repeat with a period, so one period is traced and scanned. remat: recompute a period's
     inner values in the backward instead of keeping them.
     """
     s = Static(model, policy, layout)
     kinds = model.layer_types[: model.period]
-    table = rotary_table(batch.positions, rotary_dim=model.rotary_dim, theta=model.rope_theta)
+    tokens, positions = (context_rows(x, layout) for x in (batch.tokens, batch.positions))
+    table = rotary_table(positions, rotary_dim=model.rotary_dim, theta=model.rope_theta)
     per_period = {kind: kinds.count(kind) for kind in kinds}
 
     def entry(pool: jax.Array | None, period: jax.Array, kind: str, index: int) -> jax.Array:
@@ -66,7 +71,7 @@ def forward(
         # what is cached serves later calls; a training call's gradient never flows through it
         return (x, lax.stop_gradient(cache)), None
 
-    x = embedding(batch.tokens, params["embed"], **s.ops)
+    x = embedding(tokens, params["embed"], **s.ops)
     periods = jnp.arange(model.num_layers // model.period, dtype=jnp.int32)
     body = jax.checkpoint(period) if remat else period
     (x, cache), _ = lax.scan(body, (x, cache), (periods, params["layers"]))
@@ -90,7 +95,9 @@ def logprobs(
     policy: Policy,
     layout: Layout,
 ) -> tuple[jax.Array, jax.Array]:
-    """Log-probabilities float32 [T] of targets under hidden rows: full vocabulary, kept set."""
+    """Log-probabilities float32 [T] of targets under `forward`'s hidden rows: full
+    vocabulary, kept set.
+    """
     return linear_logprob(
         hidden, head(params), targets, inverse_temperature, threshold, policy=policy, layout=layout
     )

@@ -19,12 +19,12 @@ from isojax.batch import Bucket, Segment, build, concatenate
 from isojax.contract.cases import DECODE, PREFILL, SCORE
 from isojax.contract.taps import Tap, tapped
 from isojax.forward import forward, logprobs
-from isojax.mesh import DATA, MODEL, Layout
+from isojax.mesh import DATA, MODEL, ROWS, Layout
 from isojax.models.config import ModelConfig
 from isojax.models.params import specs
 from isojax.numerics.policy import Policy
 
-_RANKS = PartitionSpec((DATA, MODEL))
+_RANKS = PartitionSpec((*ROWS, MODEL))
 
 
 @dataclasses.dataclass(frozen=True)

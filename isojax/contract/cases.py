@@ -15,7 +15,7 @@ from isojax.batch import Bucket, RaggedBatch
 from isojax.config import RunConfig, resolve_model
 from isojax.contract.canonical import ContractError
 from isojax.contract.stablehlo import Program
-from isojax.mesh import DATA, MODEL, Layout
+from isojax.mesh import CONTEXT, DATA, MODEL, Layout
 from isojax.models.config import ModelConfig
 from isojax.models.params import shapes
 from isojax.numerics.policy import Policy
@@ -110,7 +110,9 @@ class Lowering:
             )
         self._platform = platform
         # where nothing runs an abstract mesh will do for a mesh
-        self._mesh = cast(Mesh, AbstractMesh((layout.data, layout.model), (DATA, MODEL)))
+        self._mesh = cast(
+            Mesh, AbstractMesh((layout.data, layout.context, layout.model), (DATA, CONTEXT, MODEL))
+        )
         self.params = shapes(self.model, self.policy, layout, self._mesh)
         self._static = (self.model, self.policy, layout, self._mesh)
 

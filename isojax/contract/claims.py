@@ -21,6 +21,12 @@ def refusal(model: ModelConfig, policy: Policy, layout: Layout) -> str | None:
         reasons.append(
             f"{layout.data} data ranks do not divide policy.batch_leaves = {policy.batch_leaves}"
         )
+    elif policy.row_leaves % (layout.data * layout.stream_ranks):
+        reasons.append(
+            f"rows are cut into {layout.data * layout.stream_ranks} runs, which do not divide "
+            f"policy.batch_leaves * policy.context_leaves = {policy.row_leaves}: raise "
+            "policy.context_leaves"
+        )
     for what, size in _contractions(model).items():
         leaves = leaf_count(size, policy.leaves)
         if leaves % layout.model:

@@ -1,7 +1,7 @@
 """The blocks of the Qwen3 family, per rank: compositions of ops, with data movement between them.
 
 Every function takes a layer's parameters, normed rows h [T, H] and what it needs of the call, and
-gives rows [T, H] that are the same on every model rank.
+gives rows [T, H]; both are this rank's rows of the residual stream.
 """
 
 import dataclasses
@@ -13,13 +13,14 @@ from isojax.batch import RaggedBatch
 from isojax.cache import Cache
 from isojax.mesh import Layout
 from isojax.models.config import ModelConfig
+from isojax.numerics.collectives import heads_to_rows, rows_to_heads
 from isojax.numerics.policy import Policy
 from isojax.ops.attention import attention
 from isojax.ops.convolution import causal_convolution
 from isojax.ops.elementwise import gated_add, sigmoid_gate, swiglu
 from isojax.ops.experts import experts
 from isojax.ops.gated_delta import gated_delta
-from isojax.ops.linear import columns, rows
+from isojax.ops.linear import columns, rows, stream_linear
 from isojax.ops.norm import gated_rms_norm, rms_norm
 from isojax.ops.rotary import rotary
 from isojax.ops.router import router
@@ -73,9 +74,11 @@ def attention_block(
     q, k, v = (x.reshape(x.shape[0], -1, m.head_dim) for x in (q, k, v))
     q = rotary(rms_norm(q, p["q_norm"], heads=m.num_attention_heads, **s.norm), *table)
     k = rotary(rms_norm(k, p["k_norm"], heads=m.num_key_value_heads, **s.norm), *table)
+    q, k, v = (rows_to_heads(x, s.layout) for x in (q, k, v))
     out, keys, values = attention(
         q, k, v, cache.keys, cache.values, layer, batch, kv_heads=m.num_key_value_heads, **s.ops
     )
+    out = heads_to_rows(out, s.layout)
     out = out.reshape(out.shape[0], -1)
     if gated:
         out = sigmoid_gate(out, gate[0])
@@ -93,28 +96,32 @@ def delta_block(
     """Gated DeltaNet: convolution, gated delta rule, gated norm."""
     m, key_dim, value_dim = s.model, s.model.linear_key_head_dim, s.model.linear_value_head_dim
     q, k, v, z, b, a = columns(h, tuple(p[n] for n in ("q", "k", "v", "z", "b", "a")), **s.ops)
+    heads = lambda x, width: x.reshape(x.shape[0], -1, width)  # noqa: E731
+    flat = lambda x: x.reshape(x.shape[0], -1)  # noqa: E731
+    dims = (key_dim, key_dim, value_dim, 1, 1)
+    q, k, v, a, b = (
+        flat(rows_to_heads(heads(x, dim), s.layout))
+        for x, dim in zip((q, k, v, a, b), dims, strict=True)
+    )
     cut = [q.shape[1], q.shape[1] + k.shape[1]]
-    join = lambda *parts: jnp.concatenate(parts)  # noqa: E731
-    taps = jax.tree.map(join, p["conv_q"], p["conv_k"], p["conv_v"])
+    taps = (p["conv_q"], p["conv_k"], p["conv_v"])
     mixed, conv = causal_convolution(
         jnp.concatenate([q, k, v], axis=1), taps, cache.conv, layer, batch, **s.ops
     )
     q, k, v = jnp.split(mixed, cut, axis=1)
-    heads = lambda x, width: x.reshape(x.shape[0], -1, width)  # noqa: E731
     out, delta = gated_delta(
         heads(q, key_dim), heads(k, key_dim), heads(v, value_dim), a, b,
-        p["A_log"], p["dt_bias"], cache.delta, layer, batch,
-        policy=s.policy, token_leaves=s.policy.batch_leaves // s.layout.data,
+        p["A_log"], p["dt_bias"], cache.delta, layer, batch, **s.ops,
     )  # fmt: skip
     out = gated_rms_norm(
-        out,
+        heads_to_rows(out, s.layout),
         heads(z, value_dim),
         p["norm"],
         epsilon=m.rms_norm_eps,
         heads=m.linear_num_value_heads,
         **s.ops,
     )
-    y = rows(out.reshape(out.shape[0], -1), p["out"], **s.ops)
+    y = rows(flat(out), p["out"], **s.ops)
     return y, dataclasses.replace(cache, conv=conv, delta=delta)
 
 
@@ -131,11 +138,6 @@ def moe(p: Parameters, h: jax.Array, s: Static) -> jax.Array:
     )
     out = experts(h, weights, chosen, p["gate"], p["up"], p["down"], **s.ops)
     if "shared" in p:
-        (gate,) = columns(h, (p["shared_gate"],), policy=s.policy, layout=replicated(s.layout))
+        gate = stream_linear(h, p["shared_gate"], **s.ops)
         out = gated_add(out, mlp(p["shared"], h, s), gate)
     return out
-
-
-def replicated(layout: Layout) -> Layout:
-    """The layout of a map that every model rank evaluates whole."""
-    return dataclasses.replace(layout, model=1)

@@ -27,7 +27,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from isojax.mesh import DATA, MODEL, Layout
+from isojax.mesh import MODEL, ROWS, Layout
 from isojax.models.config import DENSE, FULL_ATTENTION, LINEAR_ATTENTION, SPARSE, ModelConfig
 from isojax.numerics.policy import Policy
 
@@ -38,7 +38,7 @@ REPLICATED = PartitionSpec()
 COLUMN = PartitionSpec(None, None, MODEL)
 ROW = PartitionSpec(None, MODEL, None)
 HEADS = PartitionSpec(None, MODEL)
-EXPERTS = PartitionSpec(None, (DATA, MODEL), None, None)
+EXPERTS = PartitionSpec(None, (*ROWS, MODEL), None, None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,19 +77,20 @@ def check_layout(config: ModelConfig, layout: Layout) -> None:
     Raises:
       ValueError: naming every count that the mesh does not divide.
     """
-    counts = {"vocab_size": config.vocab_size}
+    counts, heads = {"vocab_size": config.vocab_size}, {}
     wrong = []
     if FULL_ATTENTION in config.layer_types:
-        counts["num_attention_heads"] = config.num_attention_heads
-        few, many = sorted((config.num_key_value_heads, layout.model))
-        if many % few:
-            wrong.append(
-                f"num_key_value_heads ({config.num_key_value_heads}) and {layout.model} model "
-                "ranks: one must divide the other"
-            )
+        heads["num_attention_heads"] = config.num_attention_heads
+        for ranks in dict.fromkeys((layout.model, layout.head_ranks)):
+            few, many = sorted((config.num_key_value_heads, ranks))
+            if many % few:
+                wrong.append(
+                    f"num_key_value_heads ({config.num_key_value_heads}) and {ranks} ranks that "
+                    "share heads: one must divide the other"
+                )
     if LINEAR_ATTENTION in config.layer_types:
-        counts["linear_num_key_heads"] = config.linear_num_key_heads
-        counts["linear_num_value_heads"] = config.linear_num_value_heads
+        heads["linear_num_key_heads"] = config.linear_num_key_heads
+        heads["linear_num_value_heads"] = config.linear_num_value_heads
     if DENSE in config.mlp_layer_types:
         counts["intermediate_size"] = config.intermediate_size
     if SPARSE in config.mlp_layer_types:
@@ -99,11 +100,16 @@ def check_layout(config: ModelConfig, layout: Layout) -> None:
             wrong.append(
                 f"num_experts ({config.num_experts}) does not divide by {layout.devices} ranks"
             )
-    wrong += [
-        f"{name} ({count}) does not divide by {layout.model} model ranks"
-        for name, count in counts.items()
-        if count % layout.model
-    ]
+    named = "model" if layout.context == 1 else "model times context"
+    for ranks, kind, sizes in (
+        (layout.model, "model", counts),
+        (layout.head_ranks, named, heads),
+    ):
+        wrong += [
+            f"{name} ({size}) does not divide by {ranks} {kind} ranks"
+            for name, size in sizes.items()
+            if size % ranks
+        ]
     if wrong:
         raise ValueError(f"a {layout} mesh cannot cut this model: " + "; ".join(wrong))
 

@@ -4,10 +4,13 @@ A collective here only moves numbers; every add is `pair_sum`. With one rank on 
 moved and the expression is the same.
 """
 
+from functools import partial
+
 import jax
+import jax.numpy as jnp
 from jax import lax
 
-from isojax.mesh import DATA, MODEL, Layout
+from isojax.mesh import CONTEXT, DATA, HEADS, MODEL, Layout
 from isojax.numerics.policy import Policy
 from isojax.numerics.trees import pair_sum, tree_sum
 
@@ -34,18 +37,38 @@ def local_leaves(size: int, leaves: int, ranks: int, what: str) -> int:
     return total // ranks
 
 
+def row_leaves(policy: Policy, layout: Layout) -> int:
+    """Leaves of a sum over the rows that meet one rank's weights."""
+    return policy.row_leaves // layout.row_ranks
+
+
+# --- sums that "model" ranks share ---
+
+
 def model_sum(partial: jax.Array, layout: Layout) -> jax.Array:
-    """Finish a leaf tree whose subtrees lie on the "model" ranks: float32 [...] on every rank."""
+    """Finish a leaf tree whose subtrees lie on the "model" ranks: partial float32 [T, ...].
+
+    Gives the rows of the residual stream that this rank keeps: all of them, or, with sequence
+    parallelism, its own equal run.
+    """
     if layout.model == 1:
+        return partial
+    if not layout.sequence_parallel:
+        return pair_sum(lax.all_gather(partial, MODEL))
+    runs = partial.reshape(layout.model, -1, *partial.shape[1:])
+    return pair_sum(lax.all_to_all(runs, MODEL, split_axis=0, concat_axis=0))
+
+
+def stream_sum(partial: jax.Array, layout: Layout) -> jax.Array:
+    """Finish a sum over the residual stream's rows, as far as "model" ranks cut them."""
+    if layout.model == 1 or not layout.sequence_parallel:
         return partial
     return pair_sum(lax.all_gather(partial, MODEL))
 
 
-def data_sum(partial: jax.Array, layout: Layout) -> jax.Array:
-    """Finish a leaf tree whose subtrees lie on the "data" ranks: float32 [...] on every rank."""
-    if layout.data == 1:
-        return partial
-    return pair_sum(lax.all_gather(partial, DATA))
+def stream_leaves(policy: Policy, layout: Layout) -> int:
+    """Leaves of a sum over the residual stream's rows on one rank; `stream_sum` joins the rest."""
+    return policy.row_leaves // (layout.data * layout.stream_ranks)
 
 
 def head_sum(x: jax.Array, heads: int, policy: Policy, layout: Layout) -> jax.Array:
@@ -61,3 +84,100 @@ def head_sum(x: jax.Array, heads: int, policy: Policy, layout: Layout) -> jax.Ar
     if layout.model == 1:
         return share
     return pair_sum(lax.all_gather(share, MODEL)[::copies])
+
+
+def data_sum(partial: jax.Array, layout: Layout) -> jax.Array:
+    """Finish a leaf tree whose subtrees lie on the "data" ranks: float32 [...] on every rank."""
+    if layout.data == 1:
+        return partial
+    return pair_sum(lax.all_gather(partial, DATA))
+
+
+# --- rows of the residual stream ---
+
+
+def gather_rows(x: jax.Array, layout: Layout) -> jax.Array:
+    """Rows [T / model, ...] of sequence parallelism -> [T, ...] on every model rank."""
+    if layout.model == 1 or not layout.sequence_parallel:
+        return x
+    return lax.all_gather(x, MODEL, tiled=True)
+
+
+def context_rows(x: jax.Array, layout: Layout) -> jax.Array:
+    """A data rank's rows [T, ...] -> the run of them that this context rank has."""
+    if layout.context == 1:
+        return x
+    size = x.shape[0] // layout.context
+    return lax.dynamic_slice_in_dim(x, lax.axis_index(CONTEXT) * size, size)
+
+
+def all_context_rows(x: jax.Array, layout: Layout) -> jax.Array:
+    """The inverse of `context_rows`."""
+    return x if layout.context == 1 else lax.all_gather(x, CONTEXT, tiled=True)
+
+
+# --- context parallelism: all rows of some heads, or some rows of all heads ---
+
+
+def rows_to_heads(x: jax.Array, layout: Layout) -> jax.Array:
+    """x [rows of this context rank, local heads, D] -> [all rows, a share of those heads, D].
+
+    Heads are dealt in order. Where context ranks outnumber them, neighbouring ranks receive the
+    same head, and its gradient, which they know alike, is taken from one of them.
+    """
+    if layout.context == 1:
+        return x
+    return _rows_to_heads(max(1, layout.context // x.shape[1]), x)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _rows_to_heads(copies: int, x: jax.Array) -> jax.Array:
+    x = jnp.repeat(x, copies, axis=1)
+    return lax.all_to_all(x, CONTEXT, split_axis=1, concat_axis=0, tiled=True)
+
+
+def _rows_to_heads_forward(copies: int, x: jax.Array) -> tuple[jax.Array, None]:
+    return _rows_to_heads(copies, x), None
+
+
+def _rows_to_heads_backward(copies: int, _: None, dy: jax.Array) -> tuple[jax.Array]:
+    dx = lax.all_to_all(dy, CONTEXT, split_axis=0, concat_axis=1, tiled=True)
+    return (dx[:, ::copies],)
+
+
+_rows_to_heads.defvjp(_rows_to_heads_forward, _rows_to_heads_backward)
+
+
+def heads_to_rows(x: jax.Array, layout: Layout) -> jax.Array:
+    """The inverse of `rows_to_heads`, for heads that are not outnumbered."""
+    if layout.context == 1:
+        return x
+    return lax.all_to_all(x, CONTEXT, split_axis=0, concat_axis=1, tiled=True)
+
+
+def context_part(w: jax.Array, layout: Layout) -> jax.Array:
+    """Of a parameter's heads or channels (first axis), those that this context rank works on."""
+    return context_rows(w, layout)
+
+
+def join_parts(leaves: jax.Array, layout: Layout) -> jax.Array:
+    """Leaves of a gradient [leaves of all rows, ..., part] -> [own leaves, ..., all parts].
+
+    The last axis holds what `context_part` chose. A context rank then owns leaves, as it does of
+    every other weight's gradient.
+    """
+    if layout.context == 1:
+        return leaves
+    return lax.all_to_all(leaves, CONTEXT, split_axis=0, concat_axis=leaves.ndim - 1, tiled=True)
+
+
+def share_group(share: jax.Array, heads: int, layout: Layout) -> jax.Array:
+    """Finish a sum over a head's group of queries whose parts lie on neighbouring ranks.
+
+    share: this rank's part; heads: key/value heads of all ranks together.
+    """
+    copies = max(1, layout.head_ranks // heads)
+    if copies == 1:
+        return share
+    first = lax.axis_index(HEADS) // copies * copies
+    return pair_sum(lax.dynamic_slice_in_dim(lax.all_gather(share, HEADS), first, copies))

@@ -29,7 +29,9 @@ class Policy:
     kv_segment: keys that one softmax state covers before states are merged, in order.
     vocab_leaves: leaves of the log-sum-exp over the vocabulary.
     vocab_block: logits that one step of a vocabulary leaf covers.
-    batch_leaves: leaves of every sum over tokens in the backward.
+    batch_leaves: groups of sequences, in number, that every sum over tokens in the backward keeps
+      apart until its tree joins them.
+    context_leaves: equal runs of rows into which each such group is cut; sequences may cross them.
     l2_epsilon: added to the squared norm of Gated DeltaNet's queries and keys.
     delta_dtype: dtype to which Gated DeltaNet's u, w, d, score matrix and the state's operand copy
       are rounded; the state itself stays float32.
@@ -45,11 +47,15 @@ class Policy:
     vocab_leaves: int = 8
     vocab_block: int = 512
     batch_leaves: int = 8
+    context_leaves: int = 1
     l2_epsilon: float = 1e-6
     delta_dtype: DTypeName = "bfloat16"
 
     def __post_init__(self) -> None:
-        for name in ("leaves", "dot_width", "chunk", "kv_block", "vocab_leaves", "batch_leaves"):
+        for name in (
+            "leaves", "dot_width", "chunk", "kv_block", "vocab_leaves", "batch_leaves",
+            "context_leaves",
+        ):  # fmt: skip
             value = getattr(self, name)
             if value < 1 or value & (value - 1):
                 raise ValueError(f"policy.{name} must be a power of two, got {value}")
@@ -58,6 +64,11 @@ class Policy:
                 f"policy.kv_segment ({self.kv_segment}) must be a multiple of "
                 f"policy.kv_block ({self.kv_block})"
             )
+
+    @property
+    def row_leaves(self) -> int:
+        """Leaves of every sum over the rows of a training call."""
+        return self.batch_leaves * self.context_leaves
 
     @property
     def dtype(self) -> jnp.dtype:

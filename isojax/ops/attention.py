@@ -21,8 +21,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from isojax.batch import RaggedBatch
-from isojax.mesh import MODEL, Layout
+from isojax.mesh import Layout
 from isojax.numerics import elementary
+from isojax.numerics.collectives import share_group
 from isojax.numerics.policy import Policy
 from isojax.numerics.trees import pair_sum, tree_dot, tree_sum
 from isojax.ops.op import op
@@ -214,21 +215,11 @@ def _attention_backward(policy, layout, scale, kv_heads, saved, cotangents):
     dq = lax.fori_loop(0, chunks, by_query, zero)
     dk, dv = lax.fori_loop(0, chunks, by_key, (zero, zero))
     dq = _from_pieces(dq.reshape(pieces, heads, -1, width), row, tokens)
-    dk, dv = (_from_pieces(_group_sum(x, kv_heads, layout), row, tokens) for x in (dk, dv))
+    dk, dv = (share_group(pair_sum(x, axis=2), kv_heads, layout) for x in (dk, dv))
+    dk, dv = (_from_pieces(x, row, tokens) for x in (dk, dv))
     return (
         dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), None, None, None, None
     )  # fmt: skip
-
-
-def _group_sum(x: jax.Array, kv_heads: int, layout: Layout) -> jax.Array:
-    """[P, Hkv, group, R, D] -> [P, Hkv, R, D]; ranks that hold parts of one group share the sum."""
-    share = pair_sum(x, axis=2)
-    copies = max(1, layout.model // kv_heads)
-    if copies == 1:
-        return share
-    first = lax.axis_index(MODEL) // copies * copies
-    parts = lax.dynamic_slice_in_dim(lax.all_gather(share, MODEL), first, copies, axis=0)
-    return pair_sum(parts)
 
 
 _attention.defvjp(_attention_forward, _attention_backward)

@@ -5,19 +5,21 @@ state.
 Tree: the taps' products are added by halving (`tree_sum`).
 Rounding: products and sums float32; the result is rounded once.
 Gradient (training: whole sequences): by inputs, the taps mirrored with the same halving; by the
-weight, a sum over tokens in batch leaves.
+weight, a sum over tokens in leaves of rows.
 """
 
 from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from isojax.batch import RaggedBatch
 from isojax.mesh import Layout
 from isojax.numerics import elementary
+from isojax.numerics.collectives import context_part, join_parts
 from isojax.numerics.policy import Policy
-from isojax.numerics.trees import token_sum, tree_sum
+from isojax.numerics.trees import pair_sum, token_leaves, tree_sum
 from isojax.ops import weight
 from isojax.ops.op import op
 from isojax.ops.weight import Parameter
@@ -55,26 +57,34 @@ def _next_state(x: jax.Array, state: jax.Array, batch: RaggedBatch, width: int) 
     return state.at[slot].set(jnp.stack(columns, axis=1), mode="drop")
 
 
-def _taps(window: jax.Array, w: Parameter) -> jax.Array:
-    return tree_sum(window.astype(jnp.float32) * weight.value(w).T.astype(jnp.float32), axis=1)
+def _own_taps(ws: tuple[Parameter, ...], layout: Layout) -> jax.Array:
+    """The taps of this rank's channels, float32 [width, C]."""
+    parts = [context_part(weight.value(w), layout) for w in ws]
+    return jnp.concatenate(parts).T.astype(jnp.float32)
+
+
+def _filter(window: jax.Array, taps: jax.Array) -> jax.Array:
+    return tree_sum(window.astype(jnp.float32) * taps, axis=1)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _convolution(policy, layout, x, w, state, batch):
-    width = weight.value(w).shape[1]
-    out = elementary.silu(_taps(_window(x, state, batch, width), w)).astype(x.dtype)
+def _convolution(policy, layout, x, ws, state, batch):
+    taps = _own_taps(ws, layout)
+    width = taps.shape[0]
+    out = elementary.silu(_filter(_window(x, state, batch, width), taps)).astype(x.dtype)
     return out, _next_state(x, state, batch, width)
 
 
-def _convolution_forward(policy, layout, x, w, state, batch):
-    return _convolution(policy, layout, x, w, state, batch), (x, w, state, batch)
+def _convolution_forward(policy, layout, x, ws, state, batch):
+    return _convolution(policy, layout, x, ws, state, batch), (x, ws, state, batch)
 
 
 def _convolution_backward(policy, layout, saved, cotangents):
-    x, w, state, batch = saved
-    width, tokens = weight.value(w).shape[1], x.shape[0]
+    x, ws, state, batch = saved
+    own = _own_taps(ws, layout)
+    width, tokens = own.shape[0], x.shape[0]
     window = _window(x, state, batch, width)
-    before = _taps(window, w)
+    before = _filter(window, own)
     s = elementary.sigmoid(before)
     d = cotangents[0].astype(jnp.float32) * (s * (1.0 + before * (1.0 - s)))
     # row r fed the rows r .. r + width - 1 of its own sequence
@@ -83,9 +93,15 @@ def _convolution_backward(policy, layout, saved, cotangents):
         later = jnp.minimum(rows + ahead, tokens - 1)
         same = (batch.seq[later] == batch.seq) & (rows + ahead < tokens)
         taps.append(jnp.where(same[:, None], d[later], 0.0))
-    dx = tree_sum(jnp.stack(taps, axis=1) * weight.value(w).T.astype(jnp.float32), axis=1)
-    dw = token_sum(d[:, None, :] * window.astype(jnp.float32), policy.batch_leaves // layout.data)
-    return dx.astype(x.dtype), weight.cotangent(w, dw.T), None, None
+    dx = tree_sum(jnp.stack(taps, axis=1) * own, axis=1)
+    terms = d[:, None, :] * window.astype(jnp.float32)
+    leaves = token_leaves(terms, policy.row_leaves // layout.data)  # [leaves, width, C]
+    sizes = [weight.value(w).shape[0] // layout.context for w in ws]
+    parts = jnp.split(leaves, np.cumsum(sizes)[:-1], axis=2)
+    dws = [pair_sum(join_parts(part, layout)).T for part in parts]
+    return (
+        dx.astype(x.dtype), tuple(map(weight.cotangent, ws, dws)), None, None
+    )  # fmt: skip
 
 
 _convolution.defvjp(_convolution_forward, _convolution_backward)
@@ -94,7 +110,7 @@ _convolution.defvjp(_convolution_forward, _convolution_backward)
 @op("causal_convolution", static=("policy", "layout"))
 def causal_convolution(
     x: jax.Array,
-    w: Parameter,
+    ws: tuple[Parameter, ...],
     state: jax.Array,
     layer: jax.Array,
     batch: RaggedBatch,
@@ -102,9 +118,11 @@ def causal_convolution(
     policy: Policy,
     layout: Layout,
 ) -> tuple[jax.Array, jax.Array]:
-    """silu(conv(x)): x [T, C], w [C, width], state [L, slots, width - 1, C] -> (out [T, C], state).
+    """silu(conv(x)): x [T, C], state [L, slots, width - 1, C] -> (out [T, C], state).
 
-    layer: int32 scalar, the entry of `state` to read and write.
+    ws: taps [C_i, width] of groups of channels that lie side by side in x; C_i are this model
+    rank's channels, of which x has those of this context rank. layer: int32 scalar, the entry of
+    `state` to read and write.
     """
-    out, new = _convolution(policy, layout, x, w, state[layer], batch)
+    out, new = _convolution(policy, layout, x, ws, state[layer], batch)
     return out, state.at[layer].set(new)

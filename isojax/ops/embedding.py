@@ -1,7 +1,7 @@
 """Token embedding, the table cut over "model" by vocabulary.
 
 Row: out[t] is the table's row of tokens[t]: pure movement, no rounding.
-Gradient: table rows sum over their tokens: each batch leaf in row order, leaves by `pair_sum`.
+Gradient: table rows sum over their tokens: each leaf of rows in row order, leaves by `pair_sum`.
 """
 
 from functools import partial
@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from isojax.mesh import MODEL, Layout
+from isojax.numerics.collectives import gather_rows, row_leaves
 from isojax.numerics.policy import Policy
 from isojax.numerics.trees import pair_sum
 from isojax.ops import weight
@@ -34,7 +35,13 @@ def _embedding(policy, layout, tokens, table):
     size = values.shape[0]
     found = values.at[_local_rows(tokens, size, layout)].get(mode="fill", fill_value=0)
     owner = tokens // size
-    return lax.all_gather(found, MODEL)[owner, jnp.arange(tokens.shape[0])]
+    if layout.sequence_parallel:
+        found = found.reshape(layout.model, -1, found.shape[1])
+        found = lax.all_to_all(found, MODEL, split_axis=0, concat_axis=0)
+        owner = owner.reshape(layout.model, -1)[lax.axis_index(MODEL)]
+    else:
+        found = lax.all_gather(found, MODEL)
+    return found[owner, jnp.arange(owner.shape[0])]
 
 
 def _embedding_forward(policy, layout, tokens, table):
@@ -44,7 +51,8 @@ def _embedding_forward(policy, layout, tokens, table):
 def _embedding_backward(policy, layout, saved, dout):
     tokens, table = saved
     size, width = weight.value(table).shape
-    leaves = policy.batch_leaves // layout.data
+    leaves = row_leaves(policy, layout)
+    dout = gather_rows(dout, layout)
     rows = _local_rows(tokens, size, layout).reshape(leaves, -1)
     terms = dout.astype(jnp.float32).reshape(leaves, -1, width)
     leaf = jnp.arange(leaves)
@@ -64,5 +72,5 @@ _embedding.defvjp(_embedding_forward, _embedding_backward)
 
 @op("embedding", static=("policy", "layout"))
 def embedding(tokens: jax.Array, table: Parameter, *, policy: Policy, layout: Layout) -> jax.Array:
-    """tokens int32 [T], table [V / model, H] -> [T, H], the same on every model rank."""
+    """tokens int32 [T], table [V / model, H] -> this rank's rows [., H] of the residual stream."""
     return _embedding(policy, layout, tokens, table)

@@ -6,8 +6,8 @@ Tree: each expert's linear maps by `tree_dot`; a token's results combine by halv
 slots.
 Rounding: operands in the compute dtype; gate and up stay float32 until their product is rounded; an
 expert's result is rounded, its weighted sum over slots is float32 and rounded once.
-Gradient: an expert's weights sum over its tokens: within a batch leaf in token order, in blocks of
-`dot_width` tokens; leaves by `pair_sum`. Experts lie on all ranks of both mesh axes, so their
+Gradient: an expert's weights sum over its tokens: within a leaf of rows in token order, in blocks
+of `dot_width` tokens; leaves by `pair_sum`. Experts lie on all ranks of all mesh axes, so their
 gradients are complete where they are.
 """
 
@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from isojax.mesh import DATA, MODEL, Layout
+from isojax.mesh import MODEL, ROWS, Layout
 from isojax.numerics import elementary
 from isojax.numerics.policy import Policy
 from isojax.numerics.trees import halving, pair_sum, tree_dot, tree_sum
@@ -68,18 +68,21 @@ def _grouped_dot(x: jax.Array, w: jax.Array, group: jax.Array, policy: Policy) -
 
 
 def _everywhere(x: jax.Array, layout: Layout) -> jax.Array:
-    """[T, ...] of each data rank -> [data * T, ...] on all of them."""
-    return x if layout.data == 1 else lax.all_gather(x, DATA, tiled=True)
+    """Rows [T, ...] of the residual stream, of every rank that has its own, on all of them."""
+    if layout.data * layout.stream_ranks == 1:
+        return x
+    return lax.all_gather(x, layout.stream_axes, tiled=True)
 
 
 def _home(y: jax.Array, experts: jax.Array, per_rank: int, layout: Layout) -> jax.Array:
-    """Routed results [data * T, k, H], right on the rank that has the expert -> own [T, k, H]."""
+    """Routed results [all rows, k, H], right on the rank that has the expert -> own [T, k, H]."""
     if layout.devices == 1:
         return y
-    y = y.reshape(layout.data, -1, *y.shape[1:])
-    if layout.data > 1:
-        y = lax.all_to_all(y, DATA, split_axis=0, concat_axis=0)
-    if layout.model > 1:
+    owners = layout.data * layout.stream_ranks
+    y = y.reshape(owners, -1, *y.shape[1:])
+    if owners > 1:
+        y = lax.all_to_all(y, layout.stream_axes, split_axis=0, concat_axis=0)
+    if owners < layout.devices:
         y = jnp.moveaxis(lax.all_gather(y, MODEL), 0, 1)
     y = y.reshape(layout.devices, *y.shape[-3:])
     rows, slots = jnp.indices(experts.shape)
@@ -89,7 +92,7 @@ def _home(y: jax.Array, experts: jax.Array, per_rank: int, layout: Layout) -> ja
 def _first_expert(per_rank: int, layout: Layout) -> jax.Array | int:
     if layout.devices == 1:
         return 0
-    return (lax.axis_index(DATA) * layout.model + lax.axis_index(MODEL)) * per_rank
+    return lax.axis_index((*ROWS, MODEL)) * per_rank
 
 
 class _Routed(NamedTuple):
@@ -106,7 +109,7 @@ class _Routed(NamedTuple):
 
 
 def _up(policy: Policy, x, blocks: _Blocks, expert, top_k: int, gate, up) -> _Routed:
-    """Gate, up and their product for every block; x is [tokens of all data ranks, H]."""
+    """Gate, up and their product for every block; x is [tokens of all ranks, H]."""
     token = jnp.where(blocks.row < x.shape[0] * top_k, blocks.row // top_k, x.shape[0])
     tile = x.at[token].get(mode="fill", fill_value=0)
     g = _grouped_dot(tile, gate, expert, policy)
@@ -152,7 +155,7 @@ def _experts_backward(static, saved, dout):
 
     everyone, dy_all = _everywhere(x, layout), _everywhere(dy, layout)
     local = _everywhere(experts, layout).reshape(-1) - _first_expert(per_rank, layout)
-    leaves, rows = policy.batch_leaves, local.shape[0]
+    leaves, rows = policy.row_leaves, local.shape[0]
     leaf = jnp.arange(rows) // (rows // leaves)
     group = jnp.where((local >= 0) & (local < per_rank), local * leaves + leaf, -1)
     blocks = _blocks(group, per_rank * leaves, policy.dot_width)
@@ -215,7 +218,7 @@ def experts(
 ) -> jax.Array:
     """sum over slots of weights * down(silu(gate(x)) * up(x)) -> [T, H].
 
-    x [T, H]; weights float32, chosen int32 [T, k] from the router; gate, up [E / devices, H, I] and
-    down [E / devices, I, H]: rank (d, m) has the experts from (d * model + m) * E / devices on.
+    x [T, H] of the residual stream; weights float32, chosen int32 [T, k] from the router; gate, up
+    [E / devices, H, I] and down [E / devices, I, H], experts dealt to all ranks in order.
     """
     return _experts((policy, layout), x, weights, chosen, gate, up, down)

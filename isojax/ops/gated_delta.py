@@ -29,18 +29,22 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from isojax.mesh import Layout
 from isojax.numerics import elementary
+from isojax.numerics.collectives import context_part, join_parts
 from isojax.numerics.policy import Policy
-from isojax.numerics.trees import token_sum
+from isojax.numerics.trees import pair_sum, token_leaves
 from isojax.ops import gated_delta_mosaic as mosaic
 from isojax.ops import gated_delta_reference as reference
 from isojax.ops.gated_delta_state import DeltaState, init_state, state_specs
 from isojax.ops.op import op
 
+_ONE_RANK = Layout()
+
 __all__ = ["DeltaState", "gated_delta", "init_state", "state_specs"]
 
 
-@op("gated_delta", static=("policy", "token_leaves"))
+@op("gated_delta", static=("policy", "layout"))
 def gated_delta(
     q: jax.Array,
     k: jax.Array,
@@ -54,21 +58,21 @@ def gated_delta(
     batch: Any,
     *,
     policy: Policy,
-    token_leaves: int | None = None,
+    layout: Layout = _ONE_RANK,
 ) -> tuple[jax.Array, DeltaState]:
     """One layer's gated delta rule over a ragged batch.
 
-    q, k [T, Hk, K], v [T, Hv, V], a, b [T, Hv] in the compute dtype; A_log, dt_bias [Hv] float32.
-    Value head h reads key head h // (Hv / Hk). state: leaves [layers, slots, ...], entry `layer`
-    (int32 scalar) is read and replaced. batch: a `RaggedBatch` of one rank; its piece_rows is the
+    q, k [T, Hk, K], v [T, Hv, V], a, b [T, Hv] in the compute dtype, the heads that this rank works
+    on; A_log, dt_bias float32, [Hv] of the whole model rank, whatever context ranks share it. Value
+    head h reads key head h // (Hv / Hk). state: leaves [layers, slots, ...], entry `layer` (int32
+    scalar) is read and replaced. batch: a `RaggedBatch` of one rank; its piece_rows is the
     chunk length, or 1 when every sequence contributes one token. A sequence whose first new token
     is at position 0 starts from a zero state.
 
     Returns (out [T, Hv, V] in v's dtype, 0 at padding rows; state').
 
     Differentiable in q, k, v, a, b, A_log and dt_bias for whole sequences (context 0); the returned
-    state carries no gradient. The gradients of A_log and dt_bias sum over `token_leaves` leaves of
-    this rank's tokens (default: policy.batch_leaves).
+    state carries no gradient. The gradients of A_log and dt_bias sum over tokens in leaves of rows.
 
     Raises:
       ValueError: if head counts do not divide, or piece_rows is neither 1 nor policy.chunk.
@@ -77,16 +81,15 @@ def gated_delta(
         raise ValueError(f"{v.shape[1]} value heads do not share {k.shape[1]} key heads evenly")
     if batch.piece_rows not in (1, policy.chunk):
         raise ValueError(f"piece_rows is 1 or the chunk, {policy.chunk}; got {batch.piece_rows}")
-    leaves = policy.batch_leaves if token_leaves is None else token_leaves
     # Padding rows may hold anything, and gates are evaluated on all rows.
     real = (batch.seq < batch.start.shape[0])[:, None]
     a, b = jnp.where(real, a, 0), jnp.where(real, b, 0)
-    return _gated_delta(policy, leaves, (q, k, v, a, b, A_log, dt_bias), state, layer, batch)
+    return _gated_delta(policy, layout, (q, k, v, a, b, A_log, dt_bias), state, layer, batch)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _gated_delta(policy, leaves, inputs, state, layer, batch):
-    gates = _gates(*inputs[3:])
+def _gated_delta(policy, layout, inputs, state, layer, batch):
+    gates = _gates(layout, *inputs[3:])
     if policy.evaluation == "reference":
         return reference.forward(policy, inputs[:3], gates, state, layer, batch)
     if batch.piece_rows == 1:
@@ -94,42 +97,45 @@ def _gated_delta(policy, leaves, inputs, state, layer, batch):
     return mosaic.prefill(policy, inputs[:3], gates, state, layer, batch, save=False)[:2]
 
 
-def _gated_delta_fwd(policy, leaves, inputs, state, layer, batch):
+def _gated_delta_fwd(policy, layout, inputs, state, layer, batch):
     if policy.evaluation == "reference":
-        return _gated_delta(policy, leaves, inputs, state, layer, batch), (inputs, batch)
-    gates = _gates(*inputs[3:])
+        return _gated_delta(policy, layout, inputs, state, layer, batch), (inputs, batch)
+    gates = _gates(layout, *inputs[3:])
     out, state, saved = mosaic.prefill(policy, inputs[:3], gates, state, layer, batch, save=True)
     return (out, state), (inputs, saved)
 
 
-def _gated_delta_bwd(policy, leaves, saved, cotangents):
+def _gated_delta_bwd(policy, layout, saved, cotangents):
     inputs, rest = saved
     if policy.evaluation == "reference":
-        gates = _gates(*inputs[3:])
+        gates = _gates(layout, *inputs[3:])
         by_token = reference.backward(policy, inputs[:3], gates, rest, cotangents[0])
     else:
         by_token = mosaic.backward(rest, cotangents[0])
-    return _through_gates(leaves, inputs, by_token), None, None, None
+    return _through_gates(policy, layout, inputs, by_token), None, None, None
 
 
 _gated_delta.defvjp(_gated_delta_fwd, _gated_delta_bwd)
 
 
-def _gates(a, b, A_log, dt_bias):
+def _gates(layout, a, b, A_log, dt_bias):
     """Log decay g and write strength beta, float32 [..., Hv]."""
+    A_log, dt_bias = context_part(A_log, layout), context_part(dt_bias, layout)
     x = a.astype(jnp.float32) + dt_bias
     softplus = jnp.maximum(x, 0) + elementary.log1p(elementary.exp(-jnp.abs(x)))
     return -elementary.exp(A_log) * softplus, elementary.sigmoid(b.astype(jnp.float32))
 
 
-def _through_gates(leaves: int, inputs, by_token):
+def _through_gates(policy: Policy, layout: Layout, inputs, by_token):
     """From the gradients of q, k, v, g and beta to those of the op's inputs."""
     q, k, v, a, b, A_log, dt_bias = inputs
     d_q, d_k, d_v, d_g, d_beta = by_token
-    g, beta = _gates(a, b, A_log, dt_bias)
-    d_x = d_g * (-elementary.exp(A_log)) * elementary.sigmoid(a.astype(jnp.float32) + dt_bias)
+    g, beta = _gates(layout, a, b, A_log, dt_bias)
+    rate, bias = elementary.exp(context_part(A_log, layout)), context_part(dt_bias, layout)
+    d_x = d_g * (-rate) * elementary.sigmoid(a.astype(jnp.float32) + bias)
     d_b = d_beta * (beta * (1 - beta))
-    d_A_log, d_bias = token_sum(jnp.stack([d_g * g, d_x], axis=1), leaves)
+    terms = token_leaves(jnp.stack([d_g * g, d_x], axis=1), policy.row_leaves // layout.data)
+    d_A_log, d_bias = pair_sum(join_parts(terms, layout))
     return (
         d_q.astype(q.dtype),
         d_k.astype(k.dtype),

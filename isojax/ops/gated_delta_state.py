@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jax.tree_util import register_dataclass
 
-from isojax.mesh import DATA, MODEL
+from isojax.mesh import DATA, HEADS
 from isojax.numerics.policy import Policy
 
 
@@ -56,5 +56,5 @@ def init_state(
 
 
 def state_specs(state: DeltaState) -> DeltaState:
-    """PartitionSpecs of a state's global arrays: slots over "data", heads over "model"."""
-    return jax.tree.map(lambda _: PartitionSpec(None, DATA, MODEL), state)
+    """PartitionSpecs of a state's global arrays: slots over "data", heads dealt to ranks."""
+    return jax.tree.map(lambda _: PartitionSpec(None, DATA, HEADS), state)

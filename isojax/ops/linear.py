@@ -4,7 +4,7 @@ Row: out[t] depends on x[t] and the weight alone.
 Tree: `tree_dot` over the inputs; where ranks cut the inputs, `leaves` equal leaves and `pair_sum`.
 Rounding: operands are in the compute dtype, the sum is float32, the result is rounded once.
 Gradient: by x, a dot over outputs (a leaf tree, since columns are cut); by the weight, a sum over
-tokens in batch leaves, float32, of this data rank alone.
+tokens in leaves of rows, float32, of this rank's rows alone.
 """
 
 from functools import partial
@@ -14,7 +14,14 @@ import jax.numpy as jnp
 from jax import lax
 
 from isojax.mesh import MODEL, Layout
-from isojax.numerics.collectives import local_leaves, model_sum
+from isojax.numerics.collectives import (
+    gather_rows,
+    local_leaves,
+    model_sum,
+    row_leaves,
+    stream_leaves,
+    stream_sum,
+)
 from isojax.numerics.policy import Policy
 from isojax.numerics.trees import leaf_dot, pair_sum, tree_dot
 from isojax.ops import weight
@@ -23,8 +30,14 @@ from isojax.ops.weight import Parameter
 
 
 def weight_gradient(x: jax.Array, dy: jax.Array, policy: Policy, layout: Layout) -> jax.Array:
-    """x [T, K], dy [T, N] -> float32 [K, N], summed over this data rank's batch leaves."""
-    return leaf_dot(x.T, dy, policy.batch_leaves // layout.data, policy.dot_width)
+    """x [T, K], dy [T, N] -> float32 [K, N], summed over this rank's leaves of rows."""
+    return leaf_dot(x.T, dy, row_leaves(policy, layout), policy.dot_width)
+
+
+def stream_gradient(x: jax.Array, dy: jax.Array, policy: Policy, layout: Layout) -> jax.Array:
+    """`weight_gradient` of a weight that every model rank holds, by rows of the residual stream."""
+    leaves = stream_leaves(policy, layout)
+    return stream_sum(leaf_dot(x.T, dy, leaves, policy.dot_width), layout)
 
 
 def _own(w: jax.Array, copies: int, layout: Layout) -> jax.Array:
@@ -49,6 +62,7 @@ def _counted(x: jax.Array, copies: int) -> jax.Array:
 def _columns(static, x: jax.Array, ws: tuple[Parameter, ...]) -> tuple[jax.Array, ...]:
     copies, policy, layout = static
     own = [_own(weight.value(w), c, layout) for w, c in zip(ws, copies, strict=True)]
+    x = gather_rows(x, layout)
     return tuple(tree_dot(x, w, policy.dot_width).astype(x.dtype) for w in own)
 
 
@@ -74,6 +88,7 @@ def _columns_backward(static, saved, dys):
         part = tree_dot(dy_leaf, w.T.reshape(leaves, n, w.shape[0]), policy.dot_width)
         total = part if total is None else total + part
     dx = model_sum(pair_sum(total), layout).astype(x.dtype)
+    x = gather_rows(x, layout)
     dws = []
     for w, dy, c in zip(ws, dys, copies, strict=True):
         dw = weight_gradient(x, dy, policy, layout)
@@ -97,8 +112,8 @@ def columns(
 ) -> tuple[jax.Array, ...]:
     """Several column-cut linear maps of one input.
 
-    x [T, K], the same on every model rank; ws: weights [K, N_i / model] -> outputs [T, N_i /
-    model].
+    x [T, K] of the residual stream; ws: weights [K, N_i / model] -> outputs [T', N_i / model] for
+    the rows T' that all model ranks have together.
     copies: for each weight, how many neighbouring ranks take the same columns of it (default 1);
     where it is more than 1, the weight is whole, [K, N_i], on every rank: heads that ranks
     outnumber.
@@ -119,6 +134,7 @@ def _rows_forward(policy, layout, x, w):
 
 def _rows_backward(policy, layout, saved, dy):
     x, w = saved
+    dy = gather_rows(dy, layout)
     dx = tree_dot(dy, weight.value(w).T, policy.dot_width).astype(x.dtype)
     return dx, weight.cotangent(w, weight_gradient(x, dy, policy, layout))
 
@@ -128,5 +144,29 @@ _rows.defvjp(_rows_forward, _rows_backward)
 
 @op("rows", static=("policy", "layout"))
 def rows(x: jax.Array, w: Parameter, *, policy: Policy, layout: Layout) -> jax.Array:
-    """A row-cut linear map: x [T, K / model], w [K / model, N] -> [T, N], on every model rank."""
+    """A row-cut linear map: x [T, K / model], w [K / model, N] -> rows [., N] of the stream."""
     return _rows(policy, layout, x, w)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _stream_linear(policy: Policy, layout: Layout, x: jax.Array, w: Parameter) -> jax.Array:
+    return tree_dot(x, weight.value(w), policy.dot_width).astype(x.dtype)
+
+
+def _stream_linear_forward(policy, layout, x, w):
+    return _stream_linear(policy, layout, x, w), (x, w)
+
+
+def _stream_linear_backward(policy, layout, saved, dy):
+    x, w = saved
+    dx = tree_dot(dy, weight.value(w).T, policy.dot_width).astype(x.dtype)
+    return dx, weight.cotangent(w, stream_gradient(x, dy, policy, layout))
+
+
+_stream_linear.defvjp(_stream_linear_forward, _stream_linear_backward)
+
+
+@op("stream_linear", static=("policy", "layout"))
+def stream_linear(x: jax.Array, w: Parameter, *, policy: Policy, layout: Layout) -> jax.Array:
+    """A linear map of the residual stream that no rank cuts: x [T, K], w [K, N] -> [T, N]."""
+    return _stream_linear(policy, layout, x, w)

@@ -9,7 +9,7 @@ Rounding: operands in the compute dtype; logits, their product with the inverse 
 sums float32.
 Gradient: logits are recomputed block by block and rounded to the compute dtype as gradients; by
 hidden a dot within blocks, blocks in order, leaves by `pair_sum`; by the head a sum over tokens in
-batch leaves.
+leaves of rows.
 
 Two log-probabilities come out: over the full vocabulary, and over the kept set {v: z[v] >=
 threshold} of scaled logits z. Truncated sampling (top-k, top-p, min-p) keeps exactly such a set,
@@ -25,7 +25,14 @@ from jax import lax
 
 from isojax.mesh import MODEL, Layout
 from isojax.numerics import elementary
-from isojax.numerics.collectives import local_leaves, model_sum
+from isojax.numerics.collectives import (
+    all_context_rows,
+    context_rows,
+    gather_rows,
+    local_leaves,
+    model_sum,
+    row_leaves,
+)
 from isojax.numerics.policy import Policy
 from isojax.numerics.trees import leaf_dot, pair_sum, tree_dot, tree_sum
 from isojax.ops import weight
@@ -155,8 +162,11 @@ def _linear_logprob(static, x, w, targets, inverse, threshold):
 
 
 def _linear_logprob_forward(static, x, w, targets, inverse, threshold):
-    s = _walk(x, weight.value(w), targets, inverse, threshold, *static)
-    return _both(s), (x, w, targets, inverse, threshold, s)
+    layout = static[1]
+    own = tuple(context_rows(a, layout) for a in (targets, inverse, threshold))
+    s = _walk(gather_rows(x, layout), weight.value(w), *own, *static)
+    out = tuple(all_context_rows(a, layout) for a in _both(s))
+    return out, (x, w, *own, s)
 
 
 def _linear_logprob_backward(static, saved, cotangents):
@@ -164,10 +174,11 @@ def _linear_logprob_backward(static, saved, cotangents):
     x, w, targets, inverse, threshold, s = saved
     values = weight.value(w)
     shard = _shard(values.shape[1], policy, layout)
-    full, kept = (d[:, None] for d in cotangents)
+    full, kept = (context_rows(d, layout)[:, None] for d in cotangents)
+    x = gather_rows(x, layout)
     lse = (s.maximum + elementary.log(s.total))[:, None]
     lse_kept = (s.maximum + elementary.log(s.kept))[:, None]
-    leaves = policy.batch_leaves // layout.data
+    leaves = row_leaves(policy, layout)
 
     def step(dx, block):
         columns, index = block
@@ -206,7 +217,8 @@ def linear_logprob(
 ) -> tuple[jax.Array, jax.Array]:
     """Log-probabilities of targets: (over the full vocabulary, over the kept set), float32 [T].
 
-    x [T, H]; w [H, V / model]; targets int32 [T]; inverse_temperature, threshold float32 [T]; a
+    x: this rank's rows [., H] of the residual stream; w [H, V / model]; targets int32 [T];
+    inverse_temperature, threshold float32 [T], of all rows of the data rank, as the results are; a
     threshold of -inf keeps everything. A target outside its kept set has kept log-probability z -
     lse(kept) all the same.
     """

@@ -4,8 +4,8 @@ Row: out[t] (out[t, head]) depends on x[t] (x[t, head]) and the weight alone.
 Tree: the sum of squares over the last axis is `tree_sum` (halving).
 Rounding: float32 inside, the result is rounded once to the input's dtype.
 Gradient: by rows, the formula of the normalisation with the same tree; by the weight, a sum over
-the tokens of a batch leaf, then over heads in leaves that "model" ranks may share, then over batch
-leaves.
+the tokens of a leaf of rows, then over heads in leaves that "model" ranks may share, then over
+leaves of rows.
 """
 
 from functools import partial
@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from isojax.mesh import Layout
 from isojax.numerics import elementary
-from isojax.numerics.collectives import head_sum
+from isojax.numerics.collectives import head_sum, row_leaves, stream_leaves, stream_sum
 from isojax.numerics.policy import Policy
 from isojax.numerics.trees import pair_sum, token_leaves, tree_sum
 from isojax.ops import weight
@@ -40,11 +40,12 @@ def _normalise_backward(x: jax.Array, dn: jax.Array, epsilon: float) -> tuple[ja
 
 
 def _weight_sum(terms: jax.Array, policy: Policy, layout: Layout, heads: int | None) -> jax.Array:
-    """[T, D], or [T, local heads, D] with `heads` in all, -> float32 [D]."""
-    total = token_leaves(terms, policy.batch_leaves // layout.data)
-    if heads is not None:  # before the leaves combine: "data" ranks hold only some of them
-        total = head_sum(jnp.moveaxis(total, 1, 0), heads, policy, layout)
-    return pair_sum(total)
+    """[T, D] of the residual stream, or [T, local heads, D] with `heads` in all, -> float32 [D]."""
+    if heads is None:
+        return stream_sum(pair_sum(token_leaves(terms, stream_leaves(policy, layout))), layout)
+    # heads before leaves of rows: "data" ranks hold only some of those
+    total = token_leaves(terms, row_leaves(policy, layout))
+    return pair_sum(head_sum(jnp.moveaxis(total, 1, 0), heads, policy, layout))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -4,8 +4,8 @@ Row: depends on x[t] and the weight alone. Ties go to the lowest expert.
 Tree: logits by `tree_dot` over features; the softmax's sum by halving over the chosen experts
 (normalised) or over all of them.
 Rounding: operands in the compute dtype, all else float32; the weights stay float32.
-Gradient: by x a dot over experts, which no rank cuts; by the weight a sum over tokens in batch
-leaves.
+Gradient: by x a dot over experts, which no rank cuts; by the weight a sum over tokens in leaves
+of rows.
 """
 
 from functools import partial
@@ -19,7 +19,7 @@ from isojax.numerics import elementary
 from isojax.numerics.policy import Policy
 from isojax.numerics.trees import tree_dot, tree_sum
 from isojax.ops import weight
-from isojax.ops.linear import weight_gradient
+from isojax.ops.linear import stream_gradient
 from isojax.ops.op import op
 from isojax.ops.weight import Parameter
 
@@ -59,7 +59,7 @@ def _router_backward(static, saved, cotangents):
         dlogits = _softmax(logits) * (at_chosen.set(d, unique_indices=True) - inner)
     dlogits = dlogits.astype(x.dtype)
     dx = tree_dot(dlogits, weight.value(w).T, policy.dot_width).astype(x.dtype)
-    return dx, weight.cotangent(w, weight_gradient(x, dlogits, policy, layout))
+    return dx, weight.cotangent(w, stream_gradient(x, dlogits, policy, layout))
 
 
 _router.defvjp(_router_forward, _router_backward)

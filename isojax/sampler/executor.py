@@ -12,11 +12,12 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from isojax import cache as caches
-from isojax.batch import Bucket
+from isojax.batch import Bucket, pad_rows
 from isojax.cache import Cache
 from isojax.forward import forward, head
 from isojax.mesh import DATA, Layout
 from isojax.models.config import ModelConfig
+from isojax.numerics.collectives import all_context_rows, gather_rows
 from isojax.numerics.policy import Policy
 from isojax.ops.logprob import logits_logprob, scaled_logits
 from isojax.sampler.inputs import StepInputs, pack, unpack
@@ -55,7 +56,9 @@ def rank_step(
     patterns of logprobs and thresholds, the same on every rank; cache).
     """
     inputs = unpack(packed[0], bucket)
-    hidden, cache = forward(params, inputs.batch, cache, model=model, policy=policy, layout=layout)
+    batch = pad_rows(inputs.batch, layout.stream_ranks)
+    hidden, cache = forward(params, batch, cache, model=model, policy=policy, layout=layout)
+    hidden = all_context_rows(gather_rows(hidden, layout), layout)
     z = scaled_logits(
         hidden[inputs.row], head(params), inputs.inverse_temperature, policy=policy, layout=layout
     )

@@ -103,8 +103,8 @@ def _stats(asked: jax.Array, columns: tuple[jax.Array, ...]) -> jax.Array:
 
 @op("token_total", static=("policy", "layout"))
 def token_total(terms: jax.Array, *, policy: Policy, layout: Layout) -> jax.Array:
-    """terms float32 [T, ...] -> [...]: summed over this rank's tokens only, by batch leaves."""
-    return token_sum(terms, policy.batch_leaves // layout.data)
+    """terms float32 [T, ...] -> [...]: summed over this data rank's tokens only."""
+    return token_sum(terms, policy.row_leaves // layout.data)
 
 
 @op("rank_total", static=("layout",))

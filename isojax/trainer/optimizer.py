@@ -15,7 +15,7 @@ import numpy as np
 import optax
 from jax import lax
 
-from isojax.mesh import DATA, MODEL, Layout
+from isojax.mesh import CONTEXT, DATA, MODEL, Layout
 from isojax.numerics.policy import Policy
 from isojax.numerics.trees import pair_sum, tree_sum
 from isojax.ops.op import op
@@ -104,7 +104,7 @@ def square_sum(
     summed by halving, the first axis first; the grid of leaves is gathered and summed by pairs,
     axis by axis.
     """
-    ranks = {DATA: layout.data, MODEL: layout.model}
+    ranks = {DATA: layout.data, CONTEXT: layout.context, MODEL: layout.model}
     over = axis_names(placement.state, block.ndim)
     leaves = dict(placement.leaves)
     grid = block * block

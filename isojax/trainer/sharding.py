@@ -1,8 +1,8 @@
 """Where a parameter's gradient, float32 master copy and optimizer state lie.
 
-They are cut as the parameter is, and over "data" besides (ZeRO), along an axis that the parameter
-leaves whole. The axis is a function of the shape and the policy alone, so a run may move between
-meshes.
+They are cut as the parameter is, and over the ranks with rows of their own besides (ZeRO), along an
+axis that the parameter leaves whole. The axis is a function of the shape and the policy alone, so a
+run may move between meshes.
 """
 
 import dataclasses
@@ -13,7 +13,7 @@ import jax
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from isojax.mesh import DATA, MODEL, Layout
+from isojax.mesh import CONTEXT, DATA, MODEL, ROWS, Layout
 from isojax.models.config import ModelConfig
 from isojax.models.params import parameters
 from isojax.numerics.policy import Policy
@@ -31,7 +31,7 @@ def axis_names(spec: PartitionSpec, ndim: int) -> tuple[tuple[str, ...], ...]:
 class Placement:
     """How one tensor is cut, and the tree of its sums.
 
-    shape: global. param: the spec of the parameter. axis: what "data" cuts besides, or None.
+    shape: global. param: the spec of the parameter. axis: what `mesh.ROWS` cut besides, or None.
     state: the spec of gradient, master copy and optimizer state.
     leaves: (axis, leaves) of every axis that some mesh cuts, the same on every mesh.
     """
@@ -44,7 +44,7 @@ class Placement:
 
     @property
     def owned(self) -> bool:
-        """Whether "data" cuts the parameter itself: its gradient is complete on its owner."""
+        """Whether `ROWS` cut the parameter itself: its gradient is complete on its owner."""
         return any(DATA in names for names in axis_names(self.param, len(self.shape)))
 
 
@@ -54,7 +54,7 @@ def place(
     policy: Policy,
     finest: PartitionSpec | None = None,
 ) -> Placement:
-    """Cut over "data" the longest whole axis that `policy.batch_leaves` divides, if any.
+    """Cut over `ROWS` the longest whole axis that `policy.row_leaves` divides, if any.
 
     finest: the spec with every axis that some mesh cuts, where `spec` leaves one whole because the
     mesh has more ranks than it has heads.
@@ -62,19 +62,19 @@ def place(
     names, most = axis_names(spec, len(shape)), axis_names(finest or spec, len(shape))
     axis = None
     if not any(DATA in n for n in names):
-        free = [i for i, n in enumerate(most) if not n and shape[i] % policy.batch_leaves == 0]
+        free = [i for i, n in enumerate(most) if not n and shape[i] % policy.row_leaves == 0]
         axis = max(free, key=lambda i: (shape[i], -i), default=None)
 
-    def with_data(names: tuple[tuple[str, ...], ...]) -> list[tuple[str, ...]]:
-        return [(DATA,) if i == axis else n for i, n in enumerate(names)]
+    def with_rows(names: tuple[tuple[str, ...], ...]) -> list[tuple[str, ...]]:
+        return [ROWS if i == axis else n for i, n in enumerate(names)]
 
-    parts = {DATA: policy.batch_leaves, MODEL: policy.leaves}
+    parts = {DATA: policy.batch_leaves, CONTEXT: policy.context_leaves, MODEL: policy.leaves}
     leaves = tuple(
         (i, math.gcd(shape[i], math.prod(parts[name] for name in n)))
-        for i, n in enumerate(with_data(most))
+        for i, n in enumerate(with_rows(most))
         if n
     )
-    state = PartitionSpec(*(n[0] if len(n) == 1 else (n or None) for n in with_data(names)))
+    state = PartitionSpec(*(n[0] if len(n) == 1 else (n or None) for n in with_rows(names)))
     return Placement(tuple(shape), spec, axis, state, leaves)
 
 
@@ -89,31 +89,31 @@ def placements(model: ModelConfig, policy: Policy, layout: Layout) -> Any:
 
 @op("reduce_gradient", static=("placement", "layout"))
 def reduce_gradient(partial: jax.Array, *, placement: Placement, layout: Layout) -> jax.Array:
-    """Finish the leaf tree of a gradient over the data ranks: this rank's block of
-    `placement.state`.
+    """Finish the leaf tree of a gradient over the ranks with rows of their own: this rank's block
+    of `placement.state`.
 
-    partial: float32, the parameter's local shape, summed over this rank's batch leaves. Each rank
+    partial: float32, the parameter's local shape, summed over this rank's leaves of rows. Each rank
     receives every rank's share of its own block, in rank order, and adds them by `pair_sum`.
     """
-    if placement.owned or layout.data == 1:
+    if placement.owned or layout.row_ranks == 1:
         return partial
     if placement.axis is None:
-        return pair_sum(lax.all_gather(partial, DATA))
+        return pair_sum(lax.all_gather(partial, ROWS))
     axis, shape = placement.axis, partial.shape
-    blocks = partial.reshape(*shape[:axis], layout.data, -1, *shape[axis + 1 :])
-    return pair_sum(lax.all_to_all(blocks, DATA, split_axis=axis, concat_axis=0))
+    blocks = partial.reshape(*shape[:axis], layout.row_ranks, -1, *shape[axis + 1 :])
+    return pair_sum(lax.all_to_all(blocks, ROWS, split_axis=axis, concat_axis=0))
 
 
 def gather(block: jax.Array, placement: Placement, layout: Layout) -> jax.Array:
     """A rank's block of `placement.state` -> its block of `placement.param` (movement only)."""
-    if placement.axis is None or layout.data == 1:
+    if placement.axis is None or layout.row_ranks == 1:
         return block
-    return lax.all_gather(block, DATA, axis=placement.axis, tiled=True)
+    return lax.all_gather(block, ROWS, axis=placement.axis, tiled=True)
 
 
 def scatter(block: jax.Array, placement: Placement, layout: Layout) -> jax.Array:
     """A rank's block of `placement.param` -> its block of `placement.state` (movement only)."""
-    if placement.axis is None or layout.data == 1:
+    if placement.axis is None or layout.row_ranks == 1:
         return block
-    size = block.shape[placement.axis] // layout.data
-    return lax.dynamic_slice_in_dim(block, lax.axis_index(DATA) * size, size, placement.axis)
+    size = block.shape[placement.axis] // layout.row_ranks
+    return lax.dynamic_slice_in_dim(block, lax.axis_index(ROWS) * size, size, placement.axis)
