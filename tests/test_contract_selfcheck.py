@@ -1,17 +1,16 @@
 """The canary and the bisecting dump: silent when all is well, precise when a fault is planted."""
 
-import dataclasses
 import functools
 
 import numpy as np
 import pytest
 
-from isojax.config import resolve_model
 from isojax.contract import startup
 from isojax.contract.bisect import Bisector
 from isojax.contract.canonical import ContractError
 from isojax.contract.cases import engine_config
 from isojax.contract.contract import Contract
+from isojax.mesh import Layout
 from isojax.models import blocks
 from isojax.models.init import init_params
 from isojax.sampler.executor import Executor
@@ -63,9 +62,21 @@ def test_a_fault_refuses_to_start_and_is_named(monkeypatch):
     assert "first difference: layer 0, op swiglu" in text and "decode and train_score part" in text
 
 
-def test_bisection_finds_nothing_where_nothing_is_wrong():
-    mesh, policy = CONFIG.mesh.mesh(), CONFIG.policy
-    config = dataclasses.replace(CONFIG, model=HYBRID)
-    bisector = Bisector(resolve_model(config), policy, CONFIG.mesh, mesh, parameters(HYBRID))
+@pytest.mark.parametrize(
+    ("model", "mesh"), [(HYBRID, "1x1"), (DENSE, "1x2+sequence")], ids=["hybrid", "dense"]
+)
+def test_bisection_finds_nothing_where_nothing_is_wrong(model, mesh):
+    layout = Layout.parse(mesh)
+    static = (model, CONFIG.policy, layout, layout.mesh())
+    bisector = Bisector(*static, init_params(*static, 0))
     tokens = np.random.default_rng(0).integers(0, 96, 67)
     assert bisector.find(tokens, 62) is None
+
+
+def test_bisection_names_the_op_where_ranks_share_rows(monkeypatch):
+    layout = Layout.parse("1x1+context2")
+    static = (DENSE, CONFIG.policy, layout, layout.mesh())
+    monkeypatch.setattr(blocks, "swiglu", swiglu_that_counts_rows)
+    tokens = np.random.default_rng(1).integers(0, 96, 66)
+    found = Bisector(*static, init_params(*static, 0)).find(tokens, 64)
+    assert (found.layer, found.op, found.case) == (0, "swiglu", "decode")

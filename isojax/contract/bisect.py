@@ -105,7 +105,8 @@ class Bisector:
         segment = Segment(tokens[:prompt_length].tolist(), 0, range(pages), 0)
         rows, cache = self._run(prefill, [segment], tokens[:prompt_length], self._pool(pages))
         yield PREFILL, 0, prompt_length, rows
-        decode = Bucket(1, 1, 1, pages, 1)
+        # a decoded token is alone but for the padding rows that ranks need to share
+        decode = Bucket(self._layout.stream_ranks, 1, 1, pages, 1)
         for at in range(prompt_length, len(tokens)):
             segment = Segment([int(tokens[at])], at, range(pages), 0)
             rows, cache = self._run(decode, [segment], tokens[at : at + 1], cache)
@@ -141,7 +142,12 @@ class Bisector:
             self._programs[key] = self._program(bucket, whole)
         program, taps = self._programs[key]
         arrays, cache = program(self._params, batch, targets, cache)
-        return _Rows(list(taps()), jax.device_get(arrays)), cache
+        found = list(taps())
+        whole_rows = [
+            tuple(_whole(x, tap.depth, bucket.tokens, self._layout) for x in kept)
+            for tap, kept in zip(found, jax.device_get(arrays), strict=True)
+        ]
+        return _Rows(found, whole_rows), cache
 
     def _program(self, bucket: Bucket, whole: bool) -> tuple[Any, Callable[[], list[Tap]]]:
         policy, layout = self._policy, self._layout
@@ -157,9 +163,13 @@ class Bisector:
             )
             return full, cache
 
+        # all rows, or those of a context rank, or of a rank's residual stream
+        sizes = {bucket.tokens // n for n in (1, layout.context, layout.stream_ranks)}
+
         def keep(aval: Any) -> bool:
             shape: tuple[int, ...] = getattr(aval, "shape", ())
-            rows = 1 <= len(shape) <= 3 and shape[0] == bucket.tokens  # pools have more axes
+            # pools have more axes
+            rows = 1 <= len(shape) <= 3 and shape[0] in sizes
             return rows and jnp.issubdtype(aval.dtype, jnp.inexact)
 
         run = tapped(rank, keep)
@@ -211,6 +221,20 @@ class Bisector:
 
     def _kinds(self) -> tuple[str, ...]:
         return self._model.layer_types[: self._model.period]
+
+
+def _whole(x: np.ndarray, depth: int, tokens: int, layout: Layout) -> np.ndarray:
+    """Rows [ranks, loops.., rows, ...] that ranks may have cut -> [some ranks, loops.., T, ...]."""
+    axis = 1 + depth
+    runs = tokens // x.shape[axis]
+    if runs == 1:
+        return x
+    data, model = layout.data, layout.model * layout.context // runs
+    # "context" and then "model" ranks follow each other, and those that cut rows are the outer ones
+    x = x.reshape(data, runs, model, *x.shape[1:])
+    x = np.moveaxis(x, 1, axis + 1)
+    rows = (*x.shape[2 : axis + 1], tokens)
+    return x.reshape(data * model, *rows, *x.shape[axis + 3 :])
 
 
 def _order(d: Divergence) -> tuple[float, int, int]:
