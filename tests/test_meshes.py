@@ -203,13 +203,13 @@ def test_a_run_learns_something():
 # --- faults that the tests above must see ---
 
 
-def _swapped(partial, layout):
+def _swapped(partial, layout, dtype):
     """The tree of leaves with two neighbours exchanged: x0 + x2 instead of x0 + x1."""
-    return pair_sum(lax.all_gather(partial, MODEL)[jnp.asarray([0, 2, 1, 3])])
+    return pair_sum(lax.all_gather(partial, MODEL)[jnp.asarray([0, 2, 1, 3])]).astype(dtype)
 
 
-def _plain(partial, layout):
-    return lax.psum(partial, MODEL)
+def _plain(partial, layout, dtype):
+    return lax.psum(partial, MODEL).astype(dtype)
 
 
 def _in_rank_order(x, w, **static):
@@ -244,14 +244,13 @@ FORWARD_FAULTS = {
 FINISH = logprob._finish
 BACKWARD_FAULTS = {
     "psum of gradients": ("4x1", gradients, "reduce_gradient", _plain_gradient),
-    "psum of the loss": ("4x1", gradients, "rank_total", _plain_total),
+    "psum of the loss": ("8x1", gradients, "rank_total", _plain_total),
     "heads before leaves": ("1x4", norm, "head_sum", lambda x, *_: lax.psum(x.sum(0), MODEL)),
     "leaves of the norm": ("2x2", optimizer, "pair_sum", lambda grid: grid.sum(0)),
 }
 
 
-@functools.cache
-def _scores(name: str, mesh: str = "1x1", fault: str = ""):
+def _scores(name: str, mesh: str = "1x1"):
     life = Life(name, mesh)
     random = np.random.default_rng(5)
     examples = [
@@ -260,20 +259,32 @@ def _scores(name: str, mesh: str = "1x1", fault: str = ""):
     return [s.full for s in life.scorer(life.state.params, examples)]
 
 
+@pytest.fixture
+def planted(monkeypatch):
+    """Replace a function of a module; ops traced before or after know nothing of it."""
+
+    def plant(*what):
+        jax.clear_caches()
+        monkeypatch.setattr(*what)
+
+    yield plant
+    jax.clear_caches()
+
+
 def _differ(a, b) -> bool:
     pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
     return any((bits(np.asarray(x)) != bits(np.asarray(y))).any() for x, y in pairs)
 
 
 @pytest.mark.parametrize("fault", FORWARD_FAULTS)
-def test_a_fault_of_the_forward_is_seen(fault, monkeypatch):
+def test_a_fault_of_the_forward_is_seen(fault, planted):
     name, mesh, module, function, wrong = FORWARD_FAULTS[fault]
-    monkeypatch.setattr(module, function, wrong)
-    assert _differ(_scores(name, mesh, fault), _scores(name))
+    right = _scores(name)
+    planted(module, function, wrong)
+    assert _differ(_scores(name, mesh), right)
 
 
-@functools.cache
-def _trained(mesh: str = "1x1", fault: str = ""):
+def _trained(mesh: str = "1x1"):
     life = Life("dense", mesh)
     random = np.random.default_rng(6)
     examples = [
@@ -287,12 +298,11 @@ def _trained(mesh: str = "1x1", fault: str = ""):
 
 
 @pytest.mark.parametrize("fault", BACKWARD_FAULTS)
-def test_a_fault_of_the_backward_is_seen(fault, monkeypatch):
+def test_a_fault_of_the_backward_is_seen(fault, planted):
     mesh, module, function, wrong = BACKWARD_FAULTS[fault]
     right = _trained()
-    assert not _differ(_trained(mesh), right)
-    monkeypatch.setattr(module, function, wrong)
-    assert _differ(_trained(mesh, fault), right)
+    planted(module, function, wrong)
+    assert _differ(_trained(mesh), right)
 
 
 # --- expert parallelism at its edges ---
@@ -346,5 +356,5 @@ def test_collectives_move_only():
     sizes = cases.probe(POLICY, 3, 8)
     for case in (cases.STEP, cases.DECODE):
         for traced in lowering.traced(case, sizes):
-            text = traced.lower().as_text()
+            text = traced.lower(lowering_platforms=("cpu",)).as_text()
             assert "all_reduce" not in text and "reduce_scatter" not in text

@@ -45,18 +45,21 @@ def row_leaves(policy: Policy, layout: Layout) -> int:
 # --- sums that "model" ranks share ---
 
 
-def model_sum(partial: jax.Array, layout: Layout) -> jax.Array:
-    """Finish a leaf tree whose subtrees lie on the "model" ranks: partial float32 [T, ...].
+def model_sum(partial: jax.Array, layout: Layout, dtype: jnp.dtype) -> jax.Array:
+    """Finish a leaf tree whose subtrees lie on the "model" ranks, and round: float32 [T, ...].
 
     Gives the rows of the residual stream that this rank keeps: all of them, or, with sequence
-    parallelism, its own equal run.
+    parallelism, its own equal run. Each rank finishes a run of rows and hands them out rounded: a
+    ring's all-reduce moves as much. Rows that do not divide are finished by all ranks alike.
     """
     if layout.model == 1:
-        return partial
-    if not layout.sequence_parallel:
-        return pair_sum(lax.all_gather(partial, MODEL))
+        return partial.astype(dtype)
+    if partial.shape[0] % layout.model:
+        return pair_sum(lax.all_gather(partial, MODEL)).astype(dtype)
     runs = partial.reshape(layout.model, -1, *partial.shape[1:])
-    return pair_sum(lax.all_to_all(runs, MODEL, split_axis=0, concat_axis=0))
+    runs = lax.all_to_all(runs, MODEL, split_axis=0, concat_axis=0)
+    own = pair_sum(runs).astype(dtype)
+    return own if layout.sequence_parallel else lax.all_gather(own, MODEL, tiled=True)
 
 
 def stream_sum(partial: jax.Array, layout: Layout) -> jax.Array:
@@ -181,3 +184,36 @@ def share_group(share: jax.Array, heads: int, layout: Layout) -> jax.Array:
         return share
     first = lax.axis_index(HEADS) // copies * copies
     return pair_sum(lax.dynamic_slice_in_dim(lax.all_gather(share, HEADS), first, copies))
+
+
+# --- rows to whoever asked for them ---
+
+
+def send_rows(
+    rows: jax.Array,
+    size: int,
+    send: jax.Array,
+    receive: jax.Array,
+    first: jax.Array,
+    axes: tuple[str, ...],
+) -> jax.Array:
+    """Rows [R, H], in order of the ranks of `axes` that get them -> the `size` rows that came.
+
+    send, receive int32 [ranks]: rows for and from each rank. first int32 [ranks]: where rows from
+    here begin at each rank; they arrive in order of their senders.
+    """
+    start = jnp.cumsum(send) - send
+
+    def ragged(rows: jax.Array) -> jax.Array:
+        room = jnp.zeros((size, rows.shape[1]), rows.dtype)
+        return lax.ragged_all_to_all(rows, room, start, send, first, receive, axis_name=axes)
+
+    def gathered(rows: jax.Array) -> jax.Array:
+        """The same for a CPU, which has no ragged exchange: everything, to choose from."""
+        everything, starts = lax.all_gather(rows, axes), lax.all_gather(start, axes)
+        end, index = jnp.cumsum(receive), jnp.arange(size)
+        sender = jnp.minimum(jnp.searchsorted(end, index, side="right"), end.shape[0] - 1)
+        offset = index - (end - receive)[sender] + starts[sender, lax.axis_index(axes)]
+        return everything[sender, offset]
+
+    return lax.platform_dependent(rows, cpu=gathered, default=ragged)

@@ -20,11 +20,14 @@ from jax import lax
 
 from isojax.mesh import MODEL, ROWS, Layout
 from isojax.numerics import elementary
+from isojax.numerics.collectives import send_rows
 from isojax.numerics.policy import Policy
 from isojax.numerics.trees import halving, pair_sum, tree_dot, tree_sum
 from isojax.ops import weight
 from isojax.ops.op import op
 from isojax.ops.weight import Parameter
+
+EVERY = (*ROWS, MODEL)
 
 
 class _Blocks(NamedTuple):
@@ -74,25 +77,78 @@ def _everywhere(x: jax.Array, layout: Layout) -> jax.Array:
     return lax.all_gather(x, layout.stream_axes, tiled=True)
 
 
-def _home(y: jax.Array, experts: jax.Array, per_rank: int, layout: Layout) -> jax.Array:
-    """Routed results [all rows, k, H], right on the rank that has the expert -> own [T, k, H]."""
+class _Way(NamedTuple):
+    """The way of results from their experts' ranks to the tokens' own; all int32.
+
+    place [R]: where a routed row of all ranks stands among those sent by this rank, in order; out
+    of range if another rank has the expert. send, receive: how many rows go to and come from each
+    rank. first: where rows from here begin at each rank. take [T, k]: which received row belongs to
+    a slot of an own token.
+    """
+
+    place: jax.Array
+    send: jax.Array
+    receive: jax.Array
+    first: jax.Array
+    take: jax.Array
+
+
+def _before(x: jax.Array, axis: int = -1) -> jax.Array:
+    """Sums of the entries before each."""
+    return jnp.cumsum(x, axis=axis) - x
+
+
+def _way(everyone: jax.Array, per_rank: int, layout: Layout) -> _Way:
+    """everyone [rows of all ranks, k]: experts of all tokens, negative where there is none."""
+    owner = (everyone // per_rank).reshape(layout.devices, -1)
+    at = jnp.arange(layout.devices)
+    asked = (owner[:, :, None] == at).astype(jnp.int32)  # [asking rank, slot, asked rank]
+    me, counts = lax.axis_index(EVERY), asked.sum(axis=1)
+    mine = (owner == me).reshape(-1)
+    place = jnp.where(mine, jnp.cumsum(mine) - 1, mine.size)
+    # a slot's row comes behind those of the ranks before, and of its rank's slots before
+    own = _before(counts[me])[None] + _before(asked[me], axis=0)
+    take = jnp.take_along_axis(own, jnp.maximum(owner[me], 0)[:, None], axis=1)
+    first = _before(counts, axis=1)[:, me]
+    return _Way(place, counts[:, me], counts[me], first, take.reshape(-1, everyone.shape[1]))
+
+
+def _home(tiles: jax.Array, blocks: _Blocks, way: _Way, layout: Layout) -> jax.Array:
+    """Results [n, B, H] of the local experts' blocks -> own tokens' [T, k, H], by routing slot."""
+    tokens, top_k = way.take.shape
     if layout.devices == 1:
-        return y
-    owners = layout.data * layout.stream_ranks
-    y = y.reshape(owners, -1, *y.shape[1:])
-    if owners > 1:
-        y = lax.all_to_all(y, layout.stream_axes, split_axis=0, concat_axis=0)
-    if owners < layout.devices:
-        y = jnp.moveaxis(lax.all_gather(y, MODEL), 0, 1)
-    y = y.reshape(layout.devices, *y.shape[-3:])
-    rows, slots = jnp.indices(experts.shape)
-    return y[experts // per_rank, rows, slots]
+        return _scatter(tiles, blocks.row, tokens * top_k).reshape(tokens, top_k, -1)
+    place = way.place.at[blocks.row].get(mode="fill", fill_value=way.place.size)
+    sent = _scatter(tiles, place, way.place.size)
+    received = send_rows(sent, tokens * top_k, way.send, way.receive, way.first, EVERY)
+    return received[way.take]
+
+
+def _own_run(x: jax.Array, layout: Layout) -> jax.Array:
+    """Of rows that all model ranks hold, the run whose results come home to this one."""
+    if layout.sequence_parallel or layout.model == 1:
+        return x
+    size = x.shape[0] // layout.model
+    return lax.dynamic_slice_in_dim(x, lax.axis_index(MODEL) * size, size)
+
+
+def _all_runs(x: jax.Array, layout: Layout) -> jax.Array:
+    """The inverse of `_own_run`."""
+    if layout.sequence_parallel or layout.model == 1:
+        return x
+    return lax.all_gather(x, MODEL, tiled=True)
+
+
+def _even(x: jax.Array, fill: int, layout: Layout) -> jax.Array:
+    """Rows behind x, so that model ranks may share them evenly."""
+    if layout.sequence_parallel or x.shape[0] % layout.model == 0:
+        return x
+    extra = -x.shape[0] % layout.model
+    return jnp.pad(x, [(0, extra), *[(0, 0)] * (x.ndim - 1)], constant_values=fill)
 
 
 def _first_expert(per_rank: int, layout: Layout) -> jax.Array | int:
-    if layout.devices == 1:
-        return 0
-    return lax.axis_index((*ROWS, MODEL)) * per_rank
+    return 0 if layout.devices == 1 else lax.axis_index(EVERY) * per_rank
 
 
 class _Routed(NamedTuple):
@@ -117,11 +173,11 @@ def _up(policy: Policy, x, blocks: _Blocks, expert, top_k: int, gate, up) -> _Ro
     return _Routed(blocks, expert, tile, g, u, (elementary.silu(g) * u).astype(x.dtype))
 
 
-def _scatter(tiles: jax.Array, blocks: _Blocks, rows: int) -> jax.Array:
-    """Block rows [n, B, H] back to routed rows [rows, H], zero where no local expert was asked."""
+def _scatter(tiles: jax.Array, place: jax.Array, rows: int) -> jax.Array:
+    """Block rows [n, B, H] to their places [n, B] among `rows` rows; zero where none is."""
     flat = tiles.reshape(-1, tiles.shape[-1])
     out = jnp.zeros((rows, tiles.shape[-1]), tiles.dtype)
-    return out.at[blocks.row.reshape(-1)].set(flat, mode="drop")
+    return out.at[place.reshape(-1)].set(flat, mode="drop")
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -133,15 +189,15 @@ def _experts_forward(static, x, weights, experts, gate, up, down):
     policy, layout = static
     w_gate, w_up, w_down = (weight.value(w) for w in (gate, up, down))
     per_rank, top_k = w_gate.shape[0], experts.shape[1]
-    everyone = _everywhere(x, layout)
-    local = _everywhere(experts, layout).reshape(-1) - _first_expert(per_rank, layout)
-    blocks = _blocks(local, per_rank, policy.dot_width)
+    everyone = _everywhere(_even(x, 0, layout), layout)
+    asked = _everywhere(_even(experts, -1, layout), layout)
+    blocks = _blocks(_local(asked, per_rank, layout), per_rank, policy.dot_width)
     routed = _up(policy, everyone, blocks, blocks.group, top_k, w_gate, w_up)
     y = _grouped_dot(routed.hidden, w_down, blocks.group, policy).astype(x.dtype)
-    y = _scatter(y, blocks, local.shape[0]).reshape(-1, top_k, x.shape[1])
-    y = _home(y, experts, per_rank, layout)
-    out = tree_sum(y.astype(jnp.float32) * weights[..., None], axis=1).astype(x.dtype)
-    return out, (x, weights, experts, gate, up, down, y)
+    y = _home(y, blocks, _way(asked, per_rank, layout), layout)
+    own = _own_run(_even(weights, 0, layout), layout)
+    out = tree_sum(y.astype(jnp.float32) * own[..., None], axis=1).astype(x.dtype)
+    return _all_runs(out, layout)[: x.shape[0]], (x, weights, experts, gate, up, down, y)
 
 
 def _experts_backward(static, saved, dout):
@@ -150,11 +206,12 @@ def _experts_backward(static, saved, dout):
     w_gate, w_up, w_down = (weight.value(w) for w in (gate, up, down))
     per_rank, top_k = w_gate.shape[0], experts.shape[1]
     d = dout.astype(jnp.float32)[:, None, :]
-    dweights = tree_sum(d * y.astype(jnp.float32))
+    dweights = tree_sum(_own_run(d, layout) * y.astype(jnp.float32))
     dy = (d * weights[..., None]).astype(x.dtype)
 
     everyone, dy_all = _everywhere(x, layout), _everywhere(dy, layout)
-    local = _everywhere(experts, layout).reshape(-1) - _first_expert(per_rank, layout)
+    asked = _everywhere(experts, layout)
+    local = _local(asked, per_rank, layout)
     leaves, rows = policy.row_leaves, local.shape[0]
     leaf = jnp.arange(rows) // (rows // leaves)
     group = jnp.where((local >= 0) & (local < per_rank), local * leaves + leaf, -1)
@@ -170,19 +227,24 @@ def _experts_backward(static, saved, dout):
     dup = (dhidden * (r.gate * s)).astype(x.dtype)
     dx_tile = _grouped_dot(dgate, jnp.swapaxes(w_gate, 1, 2), expert, policy)
     dx_tile = dx_tile + _grouped_dot(dup, jnp.swapaxes(w_up, 1, 2), expert, policy)
-    dx = _scatter(dx_tile.astype(x.dtype), blocks, rows).reshape(-1, top_k, x.shape[1])
-    dx = _home(dx, experts, per_rank, layout)
+    dx = _home(dx_tile.astype(x.dtype), blocks, _way(asked, per_rank, layout), layout)
     dx = tree_sum(dx, axis=1).astype(x.dtype)
 
     gradient = partial(_weight_gradient, blocks.group, per_rank, leaves, policy)
     return (
-        dx,
-        dweights,
+        _all_runs(dx, layout),
+        _all_runs(dweights, layout),
         None,
         weight.cotangent(gate, gradient(r.x, dgate)),
         weight.cotangent(up, gradient(r.x, dup)),
         weight.cotangent(down, gradient(r.hidden, dy_tile)),
     )
+
+
+def _local(asked: jax.Array, per_rank: int, layout: Layout) -> jax.Array:
+    """Experts [rows, k] of all ranks -> their numbers on this rank, flat; outside [0, per_rank) if
+    another has them."""
+    return asked.reshape(-1) - _first_expert(per_rank, layout)
 
 
 def _weight_gradient(group, per_rank: int, leaves: int, policy: Policy, x, dy) -> jax.Array:

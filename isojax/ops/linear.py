@@ -87,7 +87,7 @@ def _columns_backward(static, saved, dys):
         dy_leaf = jnp.moveaxis(dy.reshape(dy.shape[0], leaves, n), 1, 0)
         part = tree_dot(dy_leaf, w.T.reshape(leaves, n, w.shape[0]), policy.dot_width)
         total = part if total is None else total + part
-    dx = model_sum(pair_sum(total), layout).astype(x.dtype)
+    dx = model_sum(pair_sum(total), layout, x.dtype)
     x = gather_rows(x, layout)
     dws = []
     for w, dy, c in zip(ws, dys, copies, strict=True):
@@ -125,7 +125,7 @@ def columns(
 def _rows(policy: Policy, layout: Layout, x: jax.Array, w: Parameter) -> jax.Array:
     leaves = local_leaves(x.shape[1] * layout.model, policy.leaves, layout.model, "row linear")
     share = leaf_dot(x, weight.value(w), leaves, policy.dot_width)
-    return model_sum(share, layout).astype(x.dtype)
+    return model_sum(share, layout, x.dtype)
 
 
 def _rows_forward(policy, layout, x, w):

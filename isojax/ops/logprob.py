@@ -194,7 +194,7 @@ def _linear_logprob_backward(static, saved, cotangents):
 
     zero = jnp.zeros((shard.leaves, *x.shape), jnp.float32)
     dx, dw = lax.scan(step, zero, (_split(values, shard), _indices(shard, layout)))
-    dx = model_sum(pair_sum(dx), layout).astype(x.dtype)
+    dx = model_sum(pair_sum(dx), layout, x.dtype)
     dw = jnp.moveaxis(dw, 0, 2)  # [leaves, H, blocks, block]
     dw = dw.reshape(*dw.shape[:2], -1)[..., : shard.leaf]
     dw = jnp.moveaxis(dw, 0, 1).reshape(x.shape[1], -1)
