@@ -1,7 +1,7 @@
 """The one forward: it backs the paged sampler and the trainer, on the same arrays and the same
 mesh.
 
-`forward` and `logprobs` are per-rank functions: call them inside `shard_map` (see `isojax.shard`).
+`forward` and `logprobs` are per-rank functions: call them inside `shard_map`.
 """
 
 import jax

@@ -164,10 +164,15 @@ class _Routed(NamedTuple):
     hidden: jax.Array
 
 
+def _rows_of(x: jax.Array, blocks: _Blocks, top_k: int) -> jax.Array:
+    """The token rows [n, B, ...] of blocks, of x [tokens of all ranks, ...]; zero where empty."""
+    token = jnp.where(blocks.row < x.shape[0] * top_k, blocks.row // top_k, x.shape[0])
+    return x.at[token].get(mode="fill", fill_value=0)
+
+
 def _up(policy: Policy, x, blocks: _Blocks, expert, top_k: int, gate, up) -> _Routed:
     """Gate, up and their product for every block; x is [tokens of all ranks, H]."""
-    token = jnp.where(blocks.row < x.shape[0] * top_k, blocks.row // top_k, x.shape[0])
-    tile = x.at[token].get(mode="fill", fill_value=0)
+    tile = _rows_of(x, blocks, top_k)
     g = _grouped_dot(tile, gate, expert, policy)
     u = _grouped_dot(tile, up, expert, policy)
     return _Routed(blocks, expert, tile, g, u, (elementary.silu(g) * u).astype(x.dtype))
@@ -205,12 +210,10 @@ def _experts_backward(static, saved, dout):
     x, weights, experts, gate, up, down, y = saved
     w_gate, w_up, w_down = (weight.value(w) for w in (gate, up, down))
     per_rank, top_k = w_gate.shape[0], experts.shape[1]
-    d = dout.astype(jnp.float32)[:, None, :]
-    dweights = tree_sum(_own_run(d, layout) * y.astype(jnp.float32))
-    dy = (d * weights[..., None]).astype(x.dtype)
+    own = _own_run(dout, layout).astype(jnp.float32)
+    dweights = tree_sum(own[:, None, :] * y.astype(jnp.float32))
 
-    everyone, dy_all = _everywhere(x, layout), _everywhere(dy, layout)
-    asked = _everywhere(experts, layout)
+    everyone, asked = _everywhere(x, layout), _everywhere(experts, layout)
     local = _local(asked, per_rank, layout)
     leaves, rows = policy.row_leaves, local.shape[0]
     leaf = jnp.arange(rows) // (rows // leaves)
@@ -218,8 +221,11 @@ def _experts_backward(static, saved, dout):
     blocks = _blocks(group, per_rank * leaves, policy.dot_width)
     expert = blocks.group // leaves
     r = _up(policy, everyone, blocks, expert, top_k, w_gate, w_up)
-    dy_all = dy_all.reshape(rows, -1)
-    dy_tile = dy_all.at[blocks.row].get(mode="fill", fill_value=0)
+    # a result's gradient is its token's, times its weight: neither travels k times
+    d_tile = _rows_of(_everywhere(dout, layout), blocks, top_k)
+    share = _everywhere(weights, layout).reshape(rows)
+    share = share.at[blocks.row].get(mode="fill", fill_value=0)
+    dy_tile = (d_tile.astype(jnp.float32) * share[..., None]).astype(x.dtype)
 
     dhidden = _grouped_dot(dy_tile, jnp.swapaxes(w_down, 1, 2), expert, policy)
     s = elementary.sigmoid(r.gate)
