@@ -13,13 +13,16 @@ import jax
 import numpy as np
 import pytest
 
-from isojax import distributed
-from isojax.config import RunConfig, WarmStartConfig
+from isojax.config import RunConfig
 from isojax.config_io import build, to_toml
 from isojax.mesh import Layout
+from isojax.models.config import ModelConfig
+from isojax.numerics.policy import Policy
 from isojax.report.metrics import read_metrics
-from isojax.rl.loop import Run
-from tests import process_worker, test_loop
+from isojax.trainer.checkpoint import Checkpoints
+from isojax.trainer.optimizer import AdamW
+from isojax.trainer.step import Trainer
+from tests import test_loop
 from tests.test_trainer import MODELS
 from tests.util import assert_same_bits
 
@@ -34,12 +37,13 @@ def launch(count: int, kind: str, *options, devices: int = 1, **environment) -> 
         port = free.getsockname()[1]
     flags = f"--xla_force_host_platform_device_count={devices} --xla_backend_optimization_level=1"
     environment = {**os.environ, "XLA_FLAGS": flags, "PYTHONPATH": str(ROOT), **environment}
-    common = ["--coordinator", f"127.0.0.1:{port}", "--processes", str(count), *map(str, options)]
+    common = ["--coordinator", f"127.0.0.1:{port}", "--processes", str(count)]
     with tempfile.TemporaryDirectory() as folder:
         files = [open(Path(folder) / str(i), "w+") for i in range(2 * count)]
         processes = [
             subprocess.Popen(
-                [sys.executable, "-m", "tests.process_worker", kind, *common, "--process", str(i)],
+                [sys.executable, "-m", "tests.process_worker", kind, *map(str, options)]
+                + [*common, "--process", str(i)] * (count > 1),
                 env=environment,
                 cwd=ROOT,
                 stdout=files[2 * i],
@@ -88,56 +92,111 @@ def test_what_befalls_one_ends_the_others(accident, status, message):
     assert re.search(message, errors), errors
 
 
-def config(runs_dir: Path, name: str, mesh: str = "1x1", **changes) -> RunConfig:
-    settings = {**test_loop.SETTINGS, "runs_dir": str(runs_dir), "name": name}
-    settings["trainer"] = {**settings["trainer"], "checkpoint_every": 1}
-    made = build(RunConfig, settings)
-    changes = {"warm_start": WarmStartConfig(), "mesh": Layout.parse(mesh)} | changes
-    return dataclasses.replace(made, **changes)
+SMALL = build(ModelConfig, test_loop.SETTINGS["model"])
+# as many tokens as the tokenizer of the tasks, and what ends a response
+WORDS = {"vocab_size": 512, "eos_token_ids": (2,), "max_position_embeddings": 128}
 
 
-def run_on(count: int, config: RunConfig, folder: Path, **options) -> list:
-    path = folder / f"{config.name}.toml"
-    path.write_text(to_toml(config))
-    (folder / config.name).mkdir()
-    return launch(count, "run", "--config", path, RECORD=str(folder / config.name), **options)
+class Runs:
+    """Runs of the main job in a folder, each in processes of its own."""
+
+    def __init__(self, folder: Path, model: ModelConfig, contract: str) -> None:
+        self.folder, self.model, self.contract = folder, model, contract
+
+    def start(self, name: str, mesh: str, count: int = 1, accident: str = "none", **options):
+        settings = {**test_loop.SETTINGS, "runs_dir": str(self.folder), "name": name}
+        settings["trainer"] = {**settings["trainer"], "checkpoint_every": 1}
+        del settings["warm_start"]
+        config = dataclasses.replace(
+            build(RunConfig, settings), model=self.model, mesh=Layout.parse(mesh)
+        )
+        path = self.folder / f"{name}.toml"
+        path.write_text(to_toml(config))
+        return self._launch(count, name, accident, "--config", path, **options)
+
+    def resume(self, name: str, mesh: str, count: int = 1, **options):
+        data, model = mesh.split("x")
+        own = ("--resume", self.folder / name, "--mesh.data", data, "--mesh.model", model)
+        return self._launch(count, name, "none", *own, **options)
+
+    def _launch(self, count: int, name: str, accident: str, *options, devices: int = 1):
+        record = self.folder / f"{name}-samples"
+        record.mkdir(exist_ok=True)
+        return launch(
+            count,
+            "run",
+            *options,
+            "--lost-after",
+            15,
+            devices=devices,
+            ACCIDENT=accident,
+            CONTRACT=self.contract,
+            RECORD=str(record),
+            JAX_COMPILATION_CACHE_DIR=str(self.folder / "cache"),
+        )
+
+    def samples(self, name: str, step: int, process: int) -> list[np.ndarray]:
+        """What a process sampled and scored in a step."""
+        found = np.load(self.folder / f"{name}-samples" / f"{step}-{process}.npz")
+        return [found[key] for key in sorted(found)]
+
+    def state(self, name: str, step: int):
+        """Weights, master weights and optimizer state of a checkpoint."""
+        layout, policy = Layout(), Policy()
+        trainer = Trainer(
+            self.model, policy, layout, layout.mesh(), AdamW(), microbatch_tokens=64, remat=False
+        )
+        saved = Checkpoints(self.folder / name / "checkpoints", trainer)
+        state = saved.restore(step)
+        saved.close()
+        return jax.tree.map(np.asarray, (state.params, state.master, state.optimizer))
+
+    def rows(self, name: str) -> list[dict]:
+        """metrics.jsonl, times left out."""
+        rows = read_metrics(self.folder / name / "metrics.jsonl")
+        return [{k: v for k, v in row.items() if not k.startswith("time_")} for row in rows]
+
+    def assert_same(self, name: str, want: str, count: int, steps: range) -> None:
+        """The processes' samples in these steps, and the checkpoints behind them."""
+        for step in steps:
+            for process in range(count):
+                assert_same_bits(self.samples(name, step, process), self.samples(want, step, 0))
+            assert_same_bits(self.state(name, step + 1), self.state(want, step + 1))
 
 
-@pytest.fixture
-def one_process(tmp_path, monkeypatch):
-    """config, resume -> the run that ends with it, on one process, its samples recorded."""
-    monkeypatch.setattr(Run, "_agreement", Run._agreement)
-    record = tmp_path / "one"
-    record.mkdir()
-    process_worker.record(record)
-    for name, value in (
-        ("jax_compilation_cache_dir", str(tmp_path / "cache")),
-        ("jax_persistent_cache_min_compile_time_secs", 0.5),
-    ):
-        monkeypatch.setattr(jax.config, name, getattr(jax.config, name))
-        jax.config.update(name, value)
-
-    def run(config: RunConfig, resume: bool = False) -> Run:
-        made = Run(config, resume=resume)
-        made.run()
-        return made
-
-    return run
+def test_two_processes_are_one_and_a_killed_run_goes_on(tmp_path):
+    """Two processes of two devices, one killed in the last step; one process takes over."""
+    runs = Runs(tmp_path, SMALL, "committed")
+    found = runs.start("one", "1x1")
+    assert found[0][0] == 0, found[0][2]
+    (status, out, errors), _ = runs.start("two", "2x2", 2, "SIGKILL:1:2", devices=2)
+    assert status == 1, errors
+    # by a collective that broke, or by the watch
+    hint = re.escape(f"go on with: --resume {tmp_path}/two")
+    assert re.search(rf"process 1 was lost: no sign of life for \d+ s; {hint}", errors), errors
+    assert "step 2/3" in out and "step 3/3" not in out
+    runs.assert_same("two", "one", 2, range(2))
+    assert_same_bits(runs.samples("two", 2, 0), runs.samples("one", 2, 0))
+    ((status, _, errors),) = runs.resume("two", "1x1")
+    assert status == 0, errors
+    runs.assert_same("two", "one", 1, range(2, 3))
+    assert runs.rows("two") == runs.rows("one")
 
 
-def assert_same_samples(folder: Path, want: Path, count: int, steps: range) -> None:
-    for step in steps:
-        for i in range(count):
-            got, one = np.load(folder / f"{step}-{i}.npz"), np.load(want / f"{step}-0.npz")
-            assert_same_bits([got[name] for name in one], [one[name] for name in one])
+FOUR = {name: dataclasses.replace(model, **WORDS) for name, model in MODELS.items()}
 
 
-def state_of(run: Run, step: int | None = None):
-    """Weights, master weights and optimizer state, as now or in a checkpoint."""
-    state = run.state if step is None else run.checkpoints.restore(step)
-    return jax.tree.map(np.asarray, (state.params, state.master, state.optimizer))
-
-
-def rows_of(run: Run) -> list[dict]:
-    rows = read_metrics(run.config.folder / "metrics.jsonl")
-    return [{k: v for k, v in row.items() if not k.startswith("time_")} for row in rows]
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FOUR)
+def test_four_processes_are_one(tmp_path, name):
+    """Both axes of the mesh between processes; a signal to one, and four go on."""
+    runs = Runs(tmp_path, FOUR[name], "own")
+    found = runs.start("one", "1x1")
+    assert found[0][0] == 0, found[0][2]
+    found = runs.start("four", "2x2", 4, "SIGTERM:2:0")
+    assert {status for status, _, _ in found} <= {0, 130}, found
+    if 130 in {status for status, _, _ in found}:
+        found = runs.resume("four", "4x1", 4)
+    assert [status for status, _, _ in found] == [0] * 4, found
+    runs.assert_same("four", "one", 4, range(3))
+    assert runs.rows("four") == runs.rows("one")
