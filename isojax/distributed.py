@@ -207,7 +207,8 @@ def stop_here() -> bool:
 def arrive() -> bool:
     """Whether every process has come to its end, so that they can still do something together.
 
-    False if one failed, was lost, or does not come within half a minute.
+    False if one failed, was lost, or does not come within half a minute. Asked once: later calls
+    give the same answer.
     """
     return _watch is None or _watch.arrive()
 
@@ -257,6 +258,7 @@ class _Watch(threading.Thread):
         self._lock = threading.Lock()
         self._calls = 0
         self._stop_at: int | None = None
+        self._arrived: bool | None = None
 
     def run(self) -> None:
         try:
@@ -341,18 +343,23 @@ class _Watch(threading.Thread):
             return self._calls == self._stop_at
 
     def arrive(self) -> bool:
-        self._set("arrived")
-        deadline = time.monotonic() + _ARRIVE_S
-        while time.monotonic() < deadline:
-            try:
+        if self._arrived is None:
+            self._arrived = self._wait_for_all()
+        return self._arrived
+
+    def _wait_for_all(self) -> bool:
+        try:
+            self._set("arrived")
+            deadline = time.monotonic() + _ARRIVE_S
+            while time.monotonic() < deadline:
                 entries = self._look()
-            except jax.errors.JaxRuntimeError:
-                return False
-            if sum(key.startswith("arrived/") for key in entries) == count():
-                return True
-            if self._trouble(entries, _SILENT_S):
-                return False
-            time.sleep(0.2)
+                if sum(key.startswith("arrived/") for key in entries) == count():
+                    return True
+                if self._trouble(entries, _SILENT_S):
+                    return False
+                time.sleep(0.2)
+        except jax.errors.JaxRuntimeError:  # process 0 is gone
+            pass
         return False
 
     def leave(self) -> None:

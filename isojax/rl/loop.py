@@ -204,7 +204,9 @@ class Run:
                 self._save()
                 self.checkpoints.close()
             else:
-                log.error("other processes are gone: the last checkpoint is the newest")
+                log.error(
+                    "this process ends alone: the last checkpoint is %s", self.checkpoints.latest()
+                )
 
     def _self_check(self) -> None:
         """Compare rollout and trainer on this device before anything depends on it."""
