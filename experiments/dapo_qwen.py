@@ -2,15 +2,22 @@
 
 Without arguments: a tiny mixture of experts on a CPU, a supervised warm start, then DAPO, in about
 five minutes. Every setting can be given on the command line (`--sampler.max-tokens 64`).
+
+On several processes the same command is started for each: by srun or mpirun, which say who is who,
+or with --coordinator, --processes and --process.
 """
 
 import argparse
 import logging
 import sys
+import traceback
 from pathlib import Path
+from typing import Any, TextIO
 
+from isojax import distributed
 from isojax.config_io import add_arguments, load, parse_arguments
 from isojax.contract.canonical import ContractError
+from isojax.distributed import MismatchError
 from isojax.rl.loop import DisagreementError, NotFiniteError, Run
 
 TINY = Path(__file__).parents[1] / "configs" / "tiny.toml"
@@ -29,9 +36,27 @@ def main(arguments: list[str]) -> int:
         action="store_true",
         help="resume although the checkpoint was written under another contract",
     )
+    distributed.add_arguments(parser)
     add_arguments(parser)
     own, overrides = parse_arguments(parser, arguments)
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    try:
+        distributed.join(own.cluster, own.coordinator, own.processes, own.process, own.lost_after)
+    except (ValueError, RuntimeError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    level = logging.WARNING if distributed.first() else logging.ERROR
+    logging.basicConfig(level=level, format="%(levelname)s %(name)s: %(message)s")
+    try:
+        return job(own, overrides)
+    except (Exception, KeyboardInterrupt) as error:
+        if distributed.count() == 1:
+            raise
+        traceback.print_exc()
+        return distributed.fail(f"{type(error).__name__}: {error}", 1)
+
+
+def job(own: argparse.Namespace, overrides: dict[str, Any]) -> int:
+    """The run that the arguments ask for; the exit status."""
     path = own.config or TINY
     if own.resume:
         path = own.resume / "config.toml"
@@ -44,20 +69,27 @@ def main(arguments: list[str]) -> int:
             pinned=own.contract,
             known=Path(path).with_suffix(".contract.json"),
         )
-    except (ContractError, ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    except (ContractError, MismatchError, ValueError, OSError) as error:
+        return distributed.fail(str(error), 2)
     folder = run.config.folder
+    distributed.advise(f"go on with: --resume {folder}")
     try:
         run.run()
     except KeyboardInterrupt:
-        print(f"stopped; go on with: --resume {folder}", file=sys.stderr)
-        return 130
-    except (ContractError, DisagreementError, NotFiniteError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    print(f"done: {folder}")
-    return 0
+        if not distributed.arrive():
+            return distributed.fail("stopped amid a step", 130)
+        say(f"stopped; go on with: --resume {folder}", sys.stderr)
+        return distributed.leave(130)
+    except (ContractError, DisagreementError, MismatchError, NotFiniteError) as error:
+        return distributed.fail(str(error), 1)
+    say(f"done: {folder}")
+    return distributed.leave(0)
+
+
+def say(text: str, file: TextIO | None = None) -> None:
+    """Print once, however many processes there are."""
+    if distributed.first():
+        print(text, file=file or sys.stdout)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh, PartitionSpec
 
 from isojax import cache as caches
@@ -142,10 +143,12 @@ class Bisector:
             self._programs[key] = self._program(bucket, whole)
         program, taps = self._programs[key]
         arrays, cache = program(self._params, batch, targets, cache)
+        # of every process's ranks, on every process
+        arrays = multihost_utils.process_allgather(arrays, tiled=True)
         found = list(taps())
         whole_rows = [
             tuple(_whole(x, tap.depth, bucket.tokens, self._layout) for x in kept)
-            for tap, kept in zip(found, jax.device_get(arrays), strict=True)
+            for tap, kept in zip(found, arrays, strict=True)
         ]
         return _Rows(found, whole_rows), cache
 

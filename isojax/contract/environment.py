@@ -56,9 +56,9 @@ def _option(name: str) -> Any:
 
 
 def observed(devices: list[jax.Device] | None = None) -> dict[str, Any]:
-    """The devices that are here, with driver and CUDA versions; starts a backend."""
+    """The devices of the run, with this process's kind and driver; starts a backend."""
     devices = jax.devices() if devices is None else devices
-    first = devices[0]
+    first = next(device for device in devices if device.process_index == jax.process_index())
     version = getattr(first.client, "platform_version", "")
     return {
         "platform": "cuda" if first.platform == "gpu" else first.platform,

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
+from isojax import distributed
 from isojax.config import RunConfig, resolve_model
 from isojax.contract import canary as canaries
 from isojax.contract import claims, environment
@@ -13,7 +14,7 @@ from isojax.contract.bisect import Bisector
 from isojax.contract.build import build, inputs
 from isojax.contract.canonical import ContractError
 from isojax.contract.cases import engine_config
-from isojax.contract.contract import Contract, load
+from isojax.contract.contract import Contract, from_document, load
 from isojax.contract.enforce import check_pinned
 from isojax.contract.sources import Sources
 from isojax.sampler.engine import Runs
@@ -34,13 +35,30 @@ def of_run(
     those, and a contract that was committed for them will do as well: `pinned` must hold, `known`
     is passed over if it is of other inputs.
 
+    Several processes compare those inputs, and the first one's contract is the contract of all.
+
     Raises:
       ContractError: for a mesh that is not admitted, or if `pinned` is damaged or does not hold.
+      MismatchError: the sources, settings or environment of another process are others.
     """
     claims.check_mesh(resolve_model(config), config.policy, config.mesh)
     seen = environment.observed(devices)
     platform, device = seen["platform"], seen["device"]
     key = inputs(config, platform, device, Sources())
+    distributed.check_same("sources, model, packages, XLA flags or devices", key.encode())
+    return from_document(
+        distributed.share(lambda: _found(config, key, platform, device, pinned, known).document())
+    )
+
+
+def _found(
+    config: RunConfig,
+    key: str,
+    platform: str,
+    device: str,
+    pinned: str | Path | None,
+    known: str | Path | None,
+) -> Contract:
     promised = None if pinned is None else load(pinned)
     if promised is not None and _serves(promised, key, config):
         return promised

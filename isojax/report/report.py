@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Self
 
+from isojax import distributed
 from isojax.config import ReportConfig
 from isojax.report.events import EventWriter
 from isojax.report.metrics import MetricsWriter, read_metrics
@@ -14,6 +15,8 @@ from isojax.report.plots import draw_plots
 class Report:
     """Writes what a training step measured to every place that a run keeps it in.
 
+    Of several processes only the first one writes and prints.
+
     A context manager: leaving it, also by an exception, draws the plots and closes the files.
     """
 
@@ -22,13 +25,17 @@ class Report:
     ) -> None:
         """folder: the run folder. steps: of the whole run. first_step: where this part begins."""
         self._folder, self._config, self._steps = Path(folder), config, steps
-        self._metrics = MetricsWriter(self._folder / "metrics.jsonl", first_step)
-        self._events = (
-            EventWriter(self._folder / "tensorboard", first_step) if config.tensorboard else None
-        )
+        self._metrics: MetricsWriter | None = None
+        self._events: EventWriter | None = None
+        if distributed.first():
+            self._metrics = MetricsWriter(self._folder / "metrics.jsonl", first_step)
+            if config.tensorboard:
+                self._events = EventWriter(self._folder / "tensorboard", first_step)
 
     def step(self, metrics: Mapping[str, Any]) -> None:
         """Record one step and print its line; `metrics` has at least `metrics.REQUIRED`."""
+        if self._metrics is None:
+            return
         self._metrics.write(metrics)
         if self._events:
             self._events.write(metrics)
@@ -42,6 +49,8 @@ class Report:
         return progress(items, text, total, enabled=self._config.progress)
 
     def close(self) -> None:
+        if self._metrics is None:
+            return
         self._metrics.close()
         if self._events:
             self._events.close()
@@ -75,8 +84,8 @@ def step_line(metrics: Mapping[str, Any], steps: int) -> str:
 def progress[T](
     items: Iterable[T], text: str, total: int | None = None, *, enabled: bool = True
 ) -> Iterator[T]:
-    """`items`, with a progress bar on standard error if that is a terminal."""
-    if not (enabled and sys.stderr.isatty()):
+    """`items`, with a progress bar on the first process's standard error if that is a terminal."""
+    if not (enabled and distributed.first() and sys.stderr.isatty()):
         return iter(items)
     from tqdm import tqdm
 

@@ -3,6 +3,9 @@
 A run owns a folder: config.toml, contract.json, metrics.jsonl, TensorBoard events, plots,
 checkpoints. Every step leaves it in a state from which the run can go on as if it had never
 stopped.
+
+Several processes run all of this alike, each on its devices of the mesh. The first one writes the
+folder, but for checkpoints, of which each writes its shards.
 """
 
 import dataclasses
@@ -14,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from isojax import distributed
 from isojax.config import RunConfig, resolve_model
 from isojax.config_io import to_toml
 from isojax.contract import startup
@@ -86,11 +90,13 @@ class Run:
         Raises:
           ContractError: the mesh is not admitted, a pinned contract does not hold, or the
             checkpoint was written under another one.
+          MismatchError: processes were started differently, or do not see the same run folder.
           FileExistsError: the folder holds a run already, and `resume` is not set.
           FileNotFoundError: `resume` is set, and there is no checkpoint.
           ValueError: the configuration's parts do not fit each other.
         """
         self.config = config
+        distributed.check_same("settings", to_toml(config))
         self.model = resolve_model(config)
         self.tokenizer = Tokenizer(config.data.tokenizer or config.checkpoint or TINY)
         if self.tokenizer.vocab_size > self.model.vocab_size:
@@ -100,6 +106,7 @@ class Run:
             )
         self.rewards = rewards_of(config.data)
         self.mesh = config.mesh.mesh()
+        distributed.check_mesh(self.mesh)
         self.contract = startup.of_run(config, pinned=pinned, known=known)
         self.trainer = Trainer(
             self.model,
@@ -114,6 +121,7 @@ class Run:
         self.checkpoints = Checkpoints(
             config.folder / "checkpoints", self.trainer, keep=config.trainer.keep_checkpoints
         )
+        distributed.check_same("newest checkpoints", f"step {self.checkpoints.latest()}")
         self._whole = True  # whether `state` is that of `position`, not of the middle of a step
         if resume:
             saved = self.checkpoints.position()
@@ -169,17 +177,20 @@ class Run:
 
     def run(self) -> None:
         """Train to the last step. However it ends, the last whole step is in a checkpoint, unless a
-        second signal or a gradient that is not finite ends it amid the minibatches of a step.
+        second signal or a gradient that is not finite ends it amid the minibatches of a step, or
+        one of several processes is lost: then the newest checkpoint is the last regular one.
 
         Raises:
           KeyboardInterrupt: SIGINT or SIGTERM came.
           ContractError: the canary found a difference, or rollouts are of another contract.
           DisagreementError: rollout and trainer differ, and the configuration says to stop then.
           NotFiniteError: a gradient was not finite.
+          MismatchError: processes have sampled different bits.
         """
         config, folder = self.config, self.config.folder
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "config.toml").write_text(to_toml(config), encoding="utf-8")
+        if distributed.first():
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / "config.toml").write_text(to_toml(config), encoding="utf-8")
         try:
             with Interrupts() as interrupts:
                 self._self_check()
@@ -189,8 +200,13 @@ class Run:
                     while self.position.step < config.steps:
                         self._step(interrupts, report)
         finally:
-            self._save()
-            self.checkpoints.close()
+            if distributed.arrive():
+                self._save()
+                self.checkpoints.close()
+            else:
+                log.error(
+                    "this process ends alone: the last checkpoint is %s", self.checkpoints.latest()
+                )
 
     def _self_check(self) -> None:
         """Compare rollout and trainer on this device before anything depends on it."""
@@ -203,7 +219,8 @@ class Run:
             params=self.state.params,
             weights_version=self.position.step,
         )
-        self.contract.save(self.config.folder / FILE_NAME)
+        if distributed.first():
+            self.contract.save(self.config.folder / FILE_NAME)
 
     def _save(self) -> None:
         if not self._whole:
@@ -222,13 +239,14 @@ class Run:
             return
         start, shown = time.perf_counter(), max(1, config.steps // 5)
         for step in progress(steps, "warm start", len(steps), enabled=self.config.report.progress):
+            interrupts.point()
             examples = answers(self.stream, self.stream.take(config.prompts))
             with interrupts.held():
                 (result,) = self._train([examples], settings.warm_schedule(self.config))
                 if step + 1 == config.steps:
                     self.state = self.trainer.init(self.state.params)
                 self.position = Position(step + 1, 0, self.stream.position)
-            if (step + 1) % shown == 0:
+            if (step + 1) % shown == 0 and distributed.first():
                 seconds = time.perf_counter() - start
                 done = f"warm start {step + 1}/{config.steps}"
                 print(f"{done}  loss {result.negative_logp:.3f}  {seconds:.1f} s", flush=True)
@@ -240,7 +258,7 @@ class Run:
         config, clock = self.config, _Clock()
         rollouts = dapo.collect(
             self.stream,
-            self._generate(report),
+            self._generate(interrupts, report),
             self.rewards,
             self.tokenizer,
             config.algorithm,
@@ -260,6 +278,7 @@ class Run:
         ]
         size = config.trainer.minibatch_prompts * config.algorithm.samples_per_prompt
         minibatches = [examples[i : i + size] for i in range(0, len(examples), size)]
+        interrupts.point()
         with interrupts.held():
             results = self._train(minibatches, settings.schedule(config))
             self.position = dataclasses.replace(
@@ -275,10 +294,13 @@ class Run:
             if every and self.position.step % every == 0:
                 self._save()
 
-    def _generate(self, report: Report) -> dapo.Generate:
+    def _generate(self, interrupts: Interrupts, report: Report) -> dapo.Generate:
         """The engine's `generate`, with a progress bar over samples."""
+        self.engine.before_step = interrupts.point
 
         def generate(requests: Sequence[dapo.Request]) -> list[list[dapo.Completion]]:
+            asked = [np.asarray([request.seed, *request.prompt_ids]) for request in requests]
+            distributed.check_same("prompts", *asked)
             total = sum(request.n for request in requests)
             stream = report.progress(self.engine.stream(requests), "generate", total)
             done = {(r, s): completion for r, s, completion in stream}
@@ -314,6 +336,8 @@ class Run:
         self, minibatches: Sequence[Sequence[Example]], schedule: Schedule
     ) -> list[StepResult]:
         results = []
+        for minibatch in minibatches:
+            _check_same(minibatch)
         self._whole = False
         for minibatch in minibatches:
             self.state, result = self.trainer.step(self.state, minibatch, self.loss, schedule)
@@ -324,6 +348,19 @@ class Run:
             results.append(result)
         self._whole = True
         return results
+
+
+def _check_same(examples: Sequence[Example]) -> None:
+    """Every process trains on the same bits; a chip or host that computes others is found here."""
+    if distributed.count() == 1:
+        return
+    arrays = [
+        np.asarray(part)
+        for e in examples
+        for part in (e.tokens, e.old_logp, e.threshold, e.advantage, e.weight)
+        if part is not None
+    ]
+    distributed.check_same("samples and advantages", *arrays)
 
 
 def _train_metrics(results: Sequence[StepResult]) -> dict[str, float]:

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from isojax import distributed
 from isojax.config import DataConfig
 from isojax.rl.data import Prompt, reasoning_gym_task
 
@@ -34,13 +35,23 @@ class Rewards:
         self.failures = 0
 
     def score(self, prompts: Sequence[Prompt], responses: Sequence[str]) -> np.ndarray:
-        """Rewards float32 [N] of responses to prompts."""
-        pairs = zip(prompts, responses, strict=True)
-        before = self.failures
-        rewards = np.asarray([self._one(*pair, before) for pair in pairs], np.float32)
-        if self.failures - before > _LOGGED_PER_CALL:
-            log.warning("%d rewards in all failed in this batch", self.failures - before)
-        return rewards
+        """Rewards float32 [N] of responses to prompts.
+
+        Of several processes only the first one calls the function, which may well answer otherwise
+        elsewhere (a time limit, a random choice); the others take its word.
+        """
+
+        def scored() -> dict[str, Any]:
+            pairs = zip(prompts, responses, strict=True)
+            before = self.failures
+            rewards = [self._one(*pair, before) for pair in pairs]
+            if self.failures - before > _LOGGED_PER_CALL:
+                log.warning("%d rewards in all failed in this batch", self.failures - before)
+            return {"rewards": rewards, "failures": self.failures}
+
+        found = distributed.share(scored)
+        self.failures = found["failures"]
+        return np.asarray(found["rewards"], np.float32)
 
     def _one(self, prompt: Prompt, response: str, before: int) -> float:
         try:

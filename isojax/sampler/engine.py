@@ -1,7 +1,7 @@
 """The rollout engine: requests in, completions out."""
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -59,6 +59,8 @@ class Engine:
     """Continuous batching over a paged cache.
 
     On several processes each makes the same engine and the same calls, and gets all completions.
+
+    before_step: called before every call of the executor; what it raises ends `stream`.
     """
 
     def __init__(
@@ -87,6 +89,7 @@ class Engine:
         self._watches: dict[tuple[int, int], StopWatch] = {}
         self._active = False
         self._tokens = self._steps = 0
+        self.before_step: Callable[[], None] | None = None
 
     @classmethod
     def create(
@@ -226,6 +229,8 @@ class Engine:
 
     def _step(self) -> Iterator[Finished]:
         """Run one call; yields what it finished."""
+        if self.before_step is not None:
+            self.before_step()
         plans, ranks = self._scheduler.plan(), self._scheduler.ranks
         bucket = self._bucket(plans)
         if any(plan.copies.slots for plan in plans):

@@ -18,6 +18,9 @@ class Checkpoints:
     """The checkpoints of one run folder, newest last.
 
     keep: how many are kept. Saving runs in the background; `close` waits for it.
+
+    Of several processes each writes and reads its own shards: all make the same calls, and the
+    folder is one that all of them see.
     """
 
     def __init__(self, folder: Path, trainer: Trainer, *, keep: int = 2) -> None:

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM, held back while weights are being changed."""
+"""Ctrl-C and SIGTERM, held back while weights are being changed or processes stand apart."""
 
 import contextlib
 import signal
@@ -6,17 +6,23 @@ import threading
 from collections.abc import Iterator
 from types import FrameType
 
+from isojax import distributed
+
 
 class Interrupts:
     """Turns SIGINT and SIGTERM into KeyboardInterrupt, at once or at the end of a `held` block.
 
-    A second signal within a held block is raised at once: someone is in a hurry. Outside the main
-    thread Python delivers no signals, and entering does nothing.
+    With several processes a signal to any of them is raised in all, at the same call of `point`:
+    only there can they stop without leaving each other behind.
+
+    A second signal that finds the first one waiting is raised at once: someone is in a hurry.
+    Outside the main thread Python delivers no signals, and entering does nothing.
     """
 
     def __init__(self) -> None:
         self._held = False
         self._pending = False
+        self._apart = distributed.count() > 1
         self._previous: dict[int, signal._HANDLER] = {}
 
     def __enter__(self) -> "Interrupts":
@@ -31,9 +37,15 @@ class Interrupts:
         self._previous.clear()
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if not self._held or self._pending:
+        if self._pending or not (self._held or self._apart):
             raise KeyboardInterrupt
         self._pending = True
+        distributed.ask_to_stop()
+
+    def point(self) -> None:
+        """A place where several processes can stop; all of them pass the same ones."""
+        if distributed.stop_here():
+            raise KeyboardInterrupt
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
@@ -43,6 +55,6 @@ class Interrupts:
             yield
         finally:
             self._held = False
-        if self._pending:
+        if self._pending and not self._apart:
             self._pending = False
             raise KeyboardInterrupt
