@@ -7,6 +7,8 @@ import inspect
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import jax
+
 from isojax.config import RunConfig, resolve_model
 from isojax.contract import claims, environment
 from isojax.contract.canonical import ContractError, bits, digest
@@ -45,7 +47,7 @@ def build(
     meshes = [config.mesh] if meshes is None else list(meshes)
     for layout in meshes:
         claims.check_mesh(model, policy, layout)
-    with _no_collection():
+    with _lean():
         probed = Probed(config, platform)
         sections: dict[str, Any] = {
             "model": _model(model),
@@ -86,13 +88,19 @@ def inputs(config: RunConfig, platform: str, device: str | None, sources: Source
 
 
 @contextlib.contextmanager
-def _no_collection() -> Iterator[None]:
-    """Tracing makes millions of objects that live on: collection would cost a quarter of it."""
-    enabled = gc.isenabled()
+def _lean() -> Iterator[None]:
+    """Lowering without what no digest reads.
+
+    Tracing makes millions of objects that live on, so collecting garbage would cost a quarter of
+    the time; stacks of callers at every instruction cost a tenth.
+    """
+    enabled, frames = gc.isenabled(), jax.config.jax_traceback_in_locations_limit
     gc.disable()
+    jax.config.update("jax_traceback_in_locations_limit", 0)
     try:
         yield
     finally:
+        jax.config.update("jax_traceback_in_locations_limit", frames)
         if enabled:
             gc.enable()
 
