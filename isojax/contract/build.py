@@ -12,7 +12,7 @@ import jax
 from isojax.config import RunConfig, resolve_model
 from isojax.contract import claims, environment
 from isojax.contract.canonical import ContractError, bits, digest
-from isojax.contract.cases import DECODE, MIXED, SCORE, STEP, Lowering, deployed
+from isojax.contract.cases import DECODE, MIXED, SCORE, STEP, WRITTEN, Lowering, deployed
 from isojax.contract.contract import VERSION, Contract
 from isojax.contract.equivalence import equivalence
 from isojax.contract.probed import Probed
@@ -115,11 +115,13 @@ def constants(record: Any) -> dict[str, Any]:
 
 
 def training(config: RunConfig) -> dict[str, Any]:
-    """Constants of the loss and of the update."""
+    """Constants of the loss and of the update; how many rows a leaf has orders their sums."""
     constants = {
         **dataclasses.asdict(settings.policy_loss(config)),
         **dataclasses.asdict(settings.adamw(config)),
         **dataclasses.asdict(settings.schedule(config)),
+        "warm_learning_rate": settings.warm_schedule(config).learning_rate,
+        "microbatch_tokens": config.trainer.microbatch_tokens,
     }
     return {name: bits(value) for name, value in constants.items()}
 
@@ -143,8 +145,9 @@ def _programs(config: RunConfig, layout: Layout, platform: str) -> dict[str, Any
 
 
 def _sources(sources: Sources, probed: Probed) -> dict[str, Any]:
-    """`ops` and `definitions`: every op in use, what it reaches, what it computes with."""
-    definitions: dict[str, str] = {}
+    """`ops` and `definitions`: every op in use, what it reaches, what it computes with; and what
+    brings the rows to the ops."""
+    definitions = sources.closure(Symbol(x.__module__, x.__name__) for x in WRITTEN)
     ops: dict[str, Any] = {}
     for name, functions in sorted(probed.used().items()):
         if name not in REGISTRY:

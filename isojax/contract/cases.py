@@ -21,10 +21,12 @@ from isojax.models.params import shapes
 from isojax.numerics.policy import Policy
 from isojax.sampler.config import buckets
 from isojax.sampler.executor import Executor
-from isojax.sampler.inputs import pack, shape_of
+from isojax.sampler.inputs import lay_out, pack, shape_of
+from isojax.sampler.random import sample_key
 from isojax.sampler.settings import engine_config
 from isojax.trainer import settings
 from isojax.trainer.packing import TrainBatch, bucket_of
+from isojax.trainer.score import Scorer
 from isojax.trainer.step import Trainer, TrainState
 
 PREFILL, DECODE, MIXED = "prefill", "decode", "mixed"
@@ -41,6 +43,10 @@ CASES: dict[str, str] = {
     RECOMPUTE: "trainer, whole sequences, fresh state, activations recomputed in the backward",
     STEP: "trainer, backward and update",
 }
+
+# What the cases are written in, their ops aside. It brings rows to ops and tells them where they
+# are; of such integers the text between ops shows nothing.
+WRITTEN = (Executor, lay_out, sample_key, Scorer, Trainer)
 
 
 @dataclasses.dataclass(frozen=True)
