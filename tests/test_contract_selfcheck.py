@@ -5,6 +5,7 @@ import functools
 import numpy as np
 import pytest
 
+from isojax.config import SamplerConfig
 from isojax.contract import startup
 from isojax.contract.bisect import Bisector
 from isojax.contract.canonical import ContractError
@@ -23,7 +24,10 @@ from tests.contract_util import (
 )
 from tests.test_contract_files import contract
 
-CONFIG = run_config(DENSE)
+CONFIG = run_config(
+    DENSE,
+    sampler=SamplerConfig(max_tokens=64, max_sequences=8, max_batch_tokens=256, bucket_sizes=1),
+)
 
 
 @functools.cache

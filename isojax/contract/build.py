@@ -47,16 +47,18 @@ def build(
     meshes = [config.mesh] if meshes is None else list(meshes)
     for layout in meshes:
         claims.check_mesh(model, policy, layout)
+    world = environment.required(platform, device)
     with _lean():
         probed = Probed(config, platform)
+        proofs = equivalence(probed)  # refuses soonest
         sections: dict[str, Any] = {
             "model": _model(model),
             "vocabulary": probed.vocabulary(),
             "policy": constants(policy),
             "training": training(config),
-            "environment": environment.required(platform, device),
+            "environment": world,
             "cases": probed.cases(),
-            "equivalence": equivalence(probed),
+            "equivalence": proofs,
             "claims": {"meshes": claims.meshes(model, policy), "states": claims.STATES},
             "evidence": [],
         }

@@ -70,7 +70,8 @@ class Program:
         self._kernels = _name_kernels(self.module)
         text = _OUTPUT.sub("", self.module.operation.get_asm(enable_debug_info=False))
         starts = [*_FUNCTION.finditer(text)]
-        ends = [*(match.start() for match in starts[1:]), len(text)]
+        # the module's own brace would make its last function another one
+        ends = [*(match.start() for match in starts[1:]), text.rindex("}")]
         self._raw = {
             match[1]: text[match.start() : end] for match, end in zip(starts, ends, strict=True)
         }
