@@ -190,6 +190,7 @@ class Bisector:
 
         def body(params: Any, batch: Any, targets: Any, cache: Any) -> tuple:
             cache = make() if cache is None else cache
+            arrays: Any
             if gradient:  # ops then answer by the forwards of their vjps
 
                 def rows(places: Any) -> tuple:

@@ -156,8 +156,10 @@ def _name_kernels(module: Any) -> dict[str, Kernel]:
         if op.name == "stablehlo.custom_call" and _CONFIG in op.attributes:
             config = op.attributes[_CONFIG]
             if isinstance(config, ir.DictAttr) and "kernel_hash" in config:
-                fields = {item.name: item.attr for item in config}
-                here = _kernel(fields.pop("kernel_hash").value_bytes, fields.pop("module"))
+                items = (config[i] for i in range(len(config)))
+                fields = {item.name: item.attr for item in items}
+                key = ir.StringAttr(fields.pop("kernel_hash")).value_bytes
+                here = _kernel(key, ir.StringAttr(fields.pop("module")))
                 shown = f"{here.name} {here.module}"
                 found[shown] = here
                 fields["kernel"] = ir.StringAttr.get(shown)
@@ -172,7 +174,7 @@ def _name_kernels(module: Any) -> dict[str, Kernel]:
 _READ: dict[bytes, Kernel] = {}  # by sha256 of the bytecode
 
 
-def _kernel(key: bytes, module: Any) -> Kernel:
+def _kernel(key: bytes, module: ir.StringAttr) -> Kernel:
     if key not in _READ:
         _READ[key] = read_kernel(module.value_bytes)
     return _READ[key]
