@@ -1,4 +1,4 @@
-"""Settings of small runs whose contracts are quick to build, and a fault to plant."""
+"""Settings of small runs whose contracts are quick to build, and faults to plant."""
 
 import dataclasses
 
@@ -47,4 +47,20 @@ def swiglu_that_counts_rows(gate: jax.Array, up: jax.Array) -> jax.Array:
             out = jax.nn.silu(gate).astype(jnp.float32) * up.astype(jnp.float32)
         return out.astype(gate.dtype)
 
+    return jax.jit(iso_swiglu)(gate, up)
+
+
+def swiglu_that_sees_gradients(gate: jax.Array, up: jax.Array) -> jax.Array:
+    """A planted fault: the op `swiglu`, with another rounding where a gradient is asked for."""
+
+    @jax.custom_vjp
+    def run(gate, up):
+        return (jax.nn.silu(gate.astype(jnp.float32)) * up.astype(jnp.float32)).astype(gate.dtype)
+
+    def iso_swiglu(gate, up):
+        return run(gate, up)
+
+    run.defvjp(
+        lambda a, b: (jax.nn.silu(a) * b, (a, b)), lambda saved, d: (d * saved[1], d * saved[0])
+    )
     return jax.jit(iso_swiglu)(gate, up)

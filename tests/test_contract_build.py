@@ -8,20 +8,22 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import jsonschema
 import pytest
 
 import isojax.forward as forward_module
 from isojax import config_io
 from isojax.config import SamplerConfig
-from isojax.contract import cases, startup
+from isojax.contract import cases, command, startup
 from isojax.contract.__main__ import main
 from isojax.contract.audit import findings
-from isojax.contract.build import build
+from isojax.contract.build import build, inputs, training
 from isojax.contract.canonical import ContractError
 from isojax.contract.claims import refusal
-from isojax.contract.contract import from_bytes, schema
+from isojax.contract.contract import Contract, from_bytes, load, schema
 from isojax.contract.diff import diff
+from isojax.contract.sources import Sources
 from isojax.mesh import Layout
 from isojax.numerics.policy import Policy
 from isojax.ops.elementwise import add
@@ -31,14 +33,47 @@ from tests.contract_util import DENSE, HYBRID, run_config
 ROOT = Path(__file__).parent.parent
 
 
+NARROW = Policy(dot_width=8)
+
+
 @pytest.fixture(scope="module")
-def dense():
-    return build(run_config(DENSE), meshes=())
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("contracts")
+
+
+@pytest.fixture(scope="module")
+def dense(folder):
+    """As the command builds it."""
+    (folder / "run.toml").write_text(config_io.to_toml(run_config(DENSE)))
+    pinned = folder / "run.contract.json"
+    assert main(["build", "--config", str(folder / "run.toml"), "-o", str(pinned)]) == 0
+    return load(pinned)
+
+
+@pytest.fixture(scope="module")
+def narrow():
+    """With another constant."""
+    return build(run_config(DENSE, policy=NARROW))
 
 
 @pytest.fixture(scope="module")
 def hybrid():
-    return build(run_config(HYBRID), meshes=[Layout(2, 2)])
+    return build(run_config(HYBRID), meshes=())
+
+
+@pytest.fixture
+def built_once(dense, narrow, monkeypatch):
+    """Command and startup get these two where they would build them again."""
+    known = {contract["deployment"]["inputs"]: contract for contract in (dense, narrow)}
+
+    def again(config, *, platform, device, meshes=None):
+        contract = known[inputs(config, platform, device, Sources())]
+        wanted = [config.mesh] if meshes is None else meshes
+        assert {str(mesh) for mesh in wanted} <= set(contract["deployment"]["programs"])
+        return contract
+
+    monkeypatch.setattr(command, "build", again)
+    monkeypatch.setattr(startup, "build", again)
 
 
 def test_another_checkout_and_process_give_the_same_digest(dense, tmp_path):
@@ -64,16 +99,27 @@ def test_another_checkout_and_process_give_the_same_digest(dense, tmp_path):
     assert done.stdout.strip() == dense.numerical, done.stderr[-2000:]
 
 
-def test_buckets_pages_and_mesh_are_deployment(dense):
+def test_buckets_pages_and_mesh_are_deployment_and_caches_nothing(dense):
+    jax.clear_caches()  # what jax still holds decides which functions a program has twice
     sampler = SamplerConfig(max_tokens=64, max_sequences=4, max_batch_tokens=512, pages=50)
     other = build(run_config(DENSE, sampler=sampler), meshes=[Layout(2, 1)])
     assert other.numerical == dense.numerical
     assert other.deployment != dense.deployment
+    jsonschema.validate(json.loads(other.to_bytes()), schema())
+    assert set(other["deployment"]["programs"]["2x1"]) == {
+        "decode", "mixed", "train_score", "train_step",
+    }  # fmt: skip
 
 
-def test_a_constant_moves_the_lowered_text_of_the_ops_that_read_it(dense):
-    other = build(run_config(DENSE, policy=Policy(dot_width=8)), meshes=())
-    said = [str(change) for change in diff(dense, other)]
+def test_rows_of_a_leaf_are_numerical(dense):
+    """Which sequences share a leaf orders the sums of their gradients."""
+    config = run_config(DENSE)
+    more = dataclasses.replace(config.trainer, microbatch_tokens=512)
+    assert training(dataclasses.replace(config, trainer=more)) != dense["training"]
+
+
+def test_a_constant_moves_the_lowered_text_of_the_ops_that_read_it(dense, narrow):
+    said = [str(change) for change in diff(dense, narrow)]
     assert "numerical: policy.dot_width: 16 -> 8" in said
     (decode,) = (line for line in said if line.startswith("numerical: case decode"))
     assert "rows" in decode and "rotary" not in decode
@@ -96,9 +142,6 @@ def test_the_document_round_trips_and_follows_its_schema(hybrid):
     data = hybrid.to_bytes()
     assert from_bytes(data).to_bytes() == data
     jsonschema.validate(json.loads(data), schema())
-    assert set(hybrid["deployment"]["programs"]["2x2"]) == {
-        "decode", "mixed", "train_score", "train_step",
-    }  # fmt: skip
 
 
 def test_a_sampler_with_an_op_of_its_own_is_refused(monkeypatch):
@@ -168,18 +211,19 @@ def test_prefill_and_mixed_are_one_program(dense):
     assert dataclasses.asdict(cases.probe(Policy(), 3, 23))["mixed"]["piece_rows"] == 64
 
 
-def test_the_command_builds_shows_compares_and_verifies(dense, tmp_path, capsys):
-    config = tmp_path / "run.toml"
+def test_the_command_shows_compares_and_verifies(dense, built_once, tmp_path, capsys):
+    pinned, config = tmp_path / "run.contract.json", tmp_path / "run.toml"
+    dense.save(pinned)
     config.write_text(config_io.to_toml(run_config(DENSE)))
-    pinned = tmp_path / "run.contract.json"
-    assert main(["build", "--config", str(config), "-o", str(pinned)]) == 0
-    assert dense.numerical in capsys.readouterr().out
+    assert main(["verify", str(pinned)]) == 0
+    assert f"kept, numerical {dense.numerical}" in capsys.readouterr().out
     assert main(["show", str(pinned)]) == 0
     assert "admitted meshes: 1x1" in capsys.readouterr().out
-    config.write_text(config_io.to_toml(run_config(DENSE, policy=Policy(kv_segment=2048))))
+    config.write_text(config_io.to_toml(run_config(DENSE, policy=NARROW)))
     assert main(["verify", str(pinned)]) == 1
-    assert "policy.kv_segment: 4096 -> 2048" in capsys.readouterr().out
-    dense.save(tmp_path / "run" / "contract.json")
+    assert "policy.dot_width: 16 -> 8" in capsys.readouterr().out
+    sections = {**dense.sections, "deployment": {**dense["deployment"], "sizes": {}}}
+    Contract(sections).save(tmp_path / "run" / "contract.json")
     assert main(["diff", str(pinned), str(tmp_path / "run")]) == 0
     assert "deployment: mesh 1x1 is gone" in capsys.readouterr().out
     pinned.write_bytes(pinned.read_bytes()[:-20])
@@ -187,7 +231,9 @@ def test_the_command_builds_shows_compares_and_verifies(dense, tmp_path, capsys)
     assert "truncated" in capsys.readouterr().err
 
 
-def test_a_run_recalls_its_contract_and_keeps_the_pinned_one(tmp_path, monkeypatch):
+def test_a_run_recalls_its_contract_and_keeps_the_pinned_one(
+    dense, built_once, tmp_path, monkeypatch
+):
     config = run_config(DENSE, runs_dir=str(tmp_path))
     first = startup.of_run(config)
     with monkeypatch.context() as patch:
@@ -196,6 +242,17 @@ def test_a_run_recalls_its_contract_and_keeps_the_pinned_one(tmp_path, monkeypat
         first.save(tmp_path / "pinned.json")
         (tmp_path / ".contracts").rename(tmp_path / "elsewhere")
         assert startup.of_run(config, pinned=tmp_path / "pinned.json").numerical == first.numerical
-    moved = run_config(DENSE, runs_dir=str(tmp_path), policy=Policy(vocab_block=256))
-    with pytest.raises(ContractError, match=r"pinned contract is broken.*\n.*policy\.vocab_block"):
+    moved = dataclasses.replace(config, policy=NARROW)
+    with pytest.raises(ContractError, match=r"pinned contract is broken.*\n.*policy\.dot_width"):
         startup.of_run(moved, pinned=tmp_path / "pinned.json")
+
+
+@pytest.mark.parametrize("option", ["jax_enable_x64", "jax_disable_jit"])
+def test_options_under_which_nothing_is_defined_are_refused(option):
+    before = jax.config.values[option]
+    jax.config.update(option, True)
+    try:
+        with pytest.raises(ContractError, match=option):
+            build(run_config(DENSE))
+    finally:
+        jax.config.update(option, before)

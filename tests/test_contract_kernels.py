@@ -58,6 +58,37 @@ def test_folder_and_blank_lines_do_not_count_but_arithmetic_does(tmp_path):
     assert constant.digest != here.digest
 
 
+def test_copies_of_an_inner_function_do_not_count():
+    """jax lowers a function once or again, depending on what its trace caches still hold."""
+
+    def helper(factor=2):
+        def scale(x):
+            return x * factor + 1
+
+        return jax.jit(scale)
+
+    def called(first, second, third):
+        def iso_chain(x):
+            return third(second(first(x)) + x)
+
+        x = jax.ShapeDtypeStruct((8,), jnp.float32)
+        return Program(jax.jit(jax.jit(iso_chain)).lower(x))
+
+    one, other = helper(), helper(3)
+    shared, copied = called(one, one, one), called(one, helper(), helper())
+    assert count(shared) < count(copied)
+    assert shared.expanded("iso_chain") == copied.expanded("iso_chain")
+    assert shared["iso_chain"].digest == copied["iso_chain"].digest
+    assert shared.digest == copied.digest
+    for program in (called(one, one, other), called(other, one, one), called(one, helper(), other)):
+        assert program.expanded("iso_chain") != shared.expanded("iso_chain")
+        assert program.digest != shared.digest
+
+
+def count(program):
+    return program.module.operation.get_asm().count("func.func")
+
+
 def swiglu_kernel(tile, scale=1.0):
     """An op `swiglu` whose forward is a Mosaic kernel that walks the rows in tiles."""
 

@@ -5,20 +5,29 @@ import functools
 import numpy as np
 import pytest
 
+from isojax.config import SamplerConfig
 from isojax.contract import startup
 from isojax.contract.bisect import Bisector
 from isojax.contract.canonical import ContractError
-from isojax.contract.cases import engine_config
 from isojax.contract.contract import Contract
 from isojax.mesh import Layout
 from isojax.models import blocks
 from isojax.models.init import init_params
-from isojax.sampler.executor import Executor
-from isojax.trainer.score import Scorer
-from tests.contract_util import DENSE, HYBRID, run_config, swiglu_that_counts_rows
+from isojax.sampler.settings import executor
+from isojax.trainer import settings
+from tests.contract_util import (
+    DENSE,
+    HYBRID,
+    run_config,
+    swiglu_that_counts_rows,
+    swiglu_that_sees_gradients,
+)
 from tests.test_contract_files import contract
 
-CONFIG = run_config(DENSE)
+CONFIG = run_config(
+    DENSE,
+    sampler=SamplerConfig(max_tokens=64, max_sequences=8, max_batch_tokens=256, bucket_sizes=1),
+)
 
 
 @functools.cache
@@ -27,19 +36,15 @@ def parameters(model=DENSE):
 
 
 def self_check() -> Contract:
-    """A fresh engine and scorer under the contract's self-check."""
-    static = {"model": DENSE, "policy": CONFIG.policy, "layout": CONFIG.mesh}
-    mesh, engine = CONFIG.mesh.mesh(), engine_config(CONFIG)
-    executor = Executor(
-        parameters(), **static, mesh=mesh,
-        pages=engine.pool(CONFIG.policy.chunk), slots=engine.max_sequences,
-    )  # fmt: skip
+    """A fresh engine, scorer and trainer under the contract's self-check."""
+    mesh = CONFIG.mesh.mesh()
     return startup.self_check(
         contract(),
         CONFIG,
         mesh=mesh,
-        executor=executor,
-        scorer=Scorer(**static, mesh=mesh, microbatch_tokens=CONFIG.trainer.microbatch_tokens),
+        executor=executor(CONFIG, DENSE, mesh, parameters()),
+        scorer=settings.scorer(CONFIG, DENSE, mesh),
+        trainer=settings.trainer(CONFIG, DENSE, mesh),
         params=parameters(),
         weights_version=7,
     )
@@ -48,8 +53,10 @@ def self_check() -> Contract:
 def test_the_canary_meets_every_kind_of_call_and_becomes_evidence():
     (found,) = self_check()["evidence"]
     assert found["check"] == "canary" and found["weights_version"] == 7 and found["mesh"] == "1x1"
-    assert found["differing"] == {"decode": 0, "prefill": 0, "mixed": 0}
-    assert all(found["compared"].values()), found["compared"]
+    compared = found["compared"]
+    assert found["differing"] == dict.fromkeys(("decode", "prefill", "mixed", "train_recompute"), 0)
+    assert all(compared.values()), compared
+    assert 2 * compared["train_recompute"] == sum(compared.values())  # every sampled token
     assert found["where"]["platform"] == "cpu"
 
 
@@ -60,6 +67,15 @@ def test_a_fault_refuses_to_start_and_is_named(monkeypatch):
     text = str(refused.value)
     assert "decode differ" in text and "0x" in text
     assert "first difference: layer 0, op swiglu" in text and "decode and train_score part" in text
+
+
+def test_a_fault_inside_the_gradient_refuses_to_start_and_is_named(monkeypatch):
+    monkeypatch.setattr(blocks, "swiglu", swiglu_that_sees_gradients)
+    with pytest.raises(ContractError) as refused:
+        self_check()
+    text = str(refused.value)
+    assert "train_recompute differ" in text and "decode differ" not in text
+    assert "layer 0, op swiglu" in text and "train_forward and train_score part" in text
 
 
 @pytest.mark.parametrize(

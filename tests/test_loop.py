@@ -11,6 +11,7 @@ import pytest
 from isojax.config import RunConfig
 from isojax.config_io import build
 from isojax.contract.canonical import ContractError
+from isojax.numerics.policy import Policy
 from isojax.report.metrics import REQUIRED, read_metrics
 from isojax.rl import dapo, loop
 from isojax.rl.loop import DisagreementError, Run
@@ -167,6 +168,15 @@ def test_a_finished_run_is_not_overwritten(runs_dir, whole):
 def test_nothing_to_resume_is_said_so(runs_dir):
     with pytest.raises(FileNotFoundError, match="no checkpoint"):
         Run(config(runs_dir, "none"), resume=True)
+
+
+def test_resuming_under_another_contract_needs_consent(runs_dir, whole, capsys):
+    moved = config(runs_dir, "whole", policy=Policy(kv_segment=2048))
+    with pytest.raises(ContractError, match=r"policy\.kv_segment: 4096 -> 2048"):
+        Run(moved, resume=True)
+    run = Run(moved, resume=True, accept_contract_change=True)
+    assert "policy.kv_segment: 4096 -> 2048" in capsys.readouterr().err
+    assert run.position == whole.position and run.contract.numerical != whole.contract.numerical
 
 
 def test_a_difference_of_one_bit_stops_the_run(runs_dir, whole, monkeypatch):

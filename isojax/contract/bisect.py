@@ -1,8 +1,8 @@
 """Names the first layer and op where the bits of two ways through the forward part.
 
-One sequence goes through the model as the trainer reads it (whole, fresh state) and as the sampler
-does (its prompt in one piece, then token by token). Every op call's rows are kept on both sides and
-compared in the order of the program.
+One sequence goes through the model as the trainer scores it (whole, fresh state), as it reads it
+under a gradient, and as the sampler does (its prompt in one piece, then token by token). Every op
+call's rows are kept and compared with those of the score, in the order of the program.
 """
 
 import dataclasses
@@ -17,13 +17,14 @@ from jax.sharding import Mesh, PartitionSpec
 
 from isojax import cache as caches
 from isojax.batch import Bucket, Segment, build, concatenate
-from isojax.contract.cases import DECODE, PREFILL, SCORE
+from isojax.contract.cases import DECODE, FORWARD, PREFILL, SCORE
 from isojax.contract.taps import Tap, tapped
 from isojax.forward import forward, logprobs
 from isojax.mesh import DATA, MODEL, ROWS, Layout
 from isojax.models.config import ModelConfig
 from isojax.models.params import specs
 from isojax.numerics.policy import Policy
+from isojax.ops import weight
 
 _RANKS = PartitionSpec((*ROWS, MODEL))
 
@@ -34,7 +35,7 @@ class Divergence:
 
     layer: from 0; None outside the layers. op: its name. call: number of the op call in the program
     of one period. position: the first token affected. elements: of its row, how many differ.
-    values: of the first such element, (sampler, trainer).
+    values: of the first such element, (the case, train_score).
     """
 
     layer: int | None
@@ -80,22 +81,26 @@ class Bisector:
 
     def find(self, tokens: np.ndarray, prompt_length: int) -> Divergence | None:
         """The first difference for a sequence of tokens int [L], or None if all rows agree."""
-        trainer = self._trainer(tokens)
+        score = self._trainer(tokens, gradient=False)
         found = None
-        sampler = self._sampler(tokens, prompt_length)
-        for case, first, count, rows in sampler:
-            here = self._compare(case, first, count, rows, trainer)
+        for case, first, count, rows in self._others(tokens, prompt_length):
+            here = self._compare(case, first, count, rows, score)
             if here is not None and (found is None or _order(here) < _order(found)):
                 found = here
         return found
 
-    def _trainer(self, tokens: np.ndarray) -> _Rows:
+    def _others(self, tokens: np.ndarray, prompt_length: int) -> Any:
+        """(case, first position, tokens, rows) of every call but the score."""
+        yield FORWARD, 0, len(tokens), self._trainer(tokens, gradient=True)
+        yield from self._sampler(tokens, prompt_length)
+
+    def _trainer(self, tokens: np.ndarray, gradient: bool) -> _Rows:
         chunk, leaves = self._policy.chunk, self._policy.batch_leaves
         pages = -(-len(tokens) // chunk)
         rows = leaves // self._layout.data * pages * chunk
         bucket = Bucket(rows, 1, pages, pages, chunk)
-        out, _ = self._run(bucket, [Segment(tokens.tolist(), 0, range(pages), 0)], tokens, None)
-        return out
+        segment = Segment(tokens.tolist(), 0, range(pages), 0)
+        return self._run(bucket, [segment], tokens, None, gradient)[0]
 
     def _sampler(self, tokens: np.ndarray, prompt_length: int) -> Any:
         """(case, first position, tokens, rows) of each call."""
@@ -130,7 +135,14 @@ class Bisector:
             body, mesh=self._mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
         )
 
-    def _run(self, bucket: Bucket, segments: list, tokens: np.ndarray, cache: Any) -> tuple:
+    def _run(
+        self,
+        bucket: Bucket,
+        segments: list,
+        tokens: np.ndarray,
+        cache: Any,
+        gradient: bool = False,
+    ) -> tuple:
         """One tapped call; every data rank reads the same sequence."""
         one = build(segments, bucket, self._policy.chunk)
         batch = concatenate([one] * self._layout.data)
@@ -138,9 +150,9 @@ class Bisector:
         targets[: len(tokens)] = tokens
         targets = np.concatenate([targets] * self._layout.data)
         whole = cache is None
-        key = (bucket, whole)
+        key = (bucket, whole, gradient)
         if key not in self._programs:
-            self._programs[key] = self._program(bucket, whole)
+            self._programs[key] = self._program(*key)
         program, taps = self._programs[key]
         arrays, cache = program(self._params, batch, targets, cache)
         # of every process's ranks, on every process
@@ -152,7 +164,9 @@ class Bisector:
         ]
         return _Rows(found, whole_rows), cache
 
-    def _program(self, bucket: Bucket, whole: bool) -> tuple[Any, Callable[[], list[Tap]]]:
+    def _program(
+        self, bucket: Bucket, whole: bool, gradient: bool
+    ) -> tuple[Any, Callable[[], list[Tap]]]:
         policy, layout = self._policy, self._layout
         make, spec = self._cache(bucket.pages, per_layer=not whole)
 
@@ -179,15 +193,24 @@ class Bisector:
 
         def body(params: Any, batch: Any, targets: Any, cache: Any) -> tuple:
             cache = make() if cache is None else cache
-            (_, cache), arrays = run(params, batch, targets, cache)
+            arrays: Any
+            if gradient:  # ops then answer by the forwards of their vjps
+
+                def rows(places: Any) -> tuple:
+                    (full, _), arrays = run(weight.attach(params, places), batch, targets, cache)
+                    return full, arrays
+
+                arrays = jax.vjp(rows, weight.places(params), has_aux=True)[2]
+            else:
+                (_, cache), arrays = run(params, batch, targets, cache)
             return jax.tree.map(lambda x: x[None], arrays), None if whole else cache
 
         weights = specs(self._model, self._policy, self._layout)
-        rows, none = PartitionSpec(DATA), PartitionSpec()
+        over, none = PartitionSpec(DATA), PartitionSpec()
         jitted = jax.jit(
             self._shard(
                 body,
-                (weights, rows, rows, none if whole else spec),
+                (weights, over, over, none if whole else spec),
                 (_RANKS, none if whole else spec),
             )
         )

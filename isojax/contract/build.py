@@ -7,10 +7,12 @@ import inspect
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import jax
+
 from isojax.config import RunConfig, resolve_model
 from isojax.contract import claims, environment
 from isojax.contract.canonical import ContractError, bits, digest
-from isojax.contract.cases import DECODE, MIXED, SCORE, STEP, Lowering, deployed
+from isojax.contract.cases import DECODE, MIXED, SCORE, STEP, WRITTEN, Lowering, deployed
 from isojax.contract.contract import VERSION, Contract
 from isojax.contract.equivalence import equivalence
 from isojax.contract.probed import Probed
@@ -45,16 +47,18 @@ def build(
     meshes = [config.mesh] if meshes is None else list(meshes)
     for layout in meshes:
         claims.check_mesh(model, policy, layout)
-    with _no_collection():
+    world = environment.required(platform, device)
+    with _lean():
         probed = Probed(config, platform)
+        proofs = equivalence(probed)  # refuses soonest
         sections: dict[str, Any] = {
             "model": _model(model),
             "vocabulary": probed.vocabulary(),
             "policy": constants(policy),
             "training": training(config),
-            "environment": environment.required(platform, device),
+            "environment": world,
             "cases": probed.cases(),
-            "equivalence": equivalence(probed),
+            "equivalence": proofs,
             "claims": {"meshes": claims.meshes(model, policy), "states": claims.STATES},
             "evidence": [],
         }
@@ -86,13 +90,19 @@ def inputs(config: RunConfig, platform: str, device: str | None, sources: Source
 
 
 @contextlib.contextmanager
-def _no_collection() -> Iterator[None]:
-    """Tracing makes millions of objects that live on: collection would cost a quarter of it."""
-    enabled = gc.isenabled()
+def _lean() -> Iterator[None]:
+    """Lowering without what no digest reads.
+
+    Tracing makes millions of objects that live on, so collecting garbage would cost a quarter of
+    the time; stacks of callers at every instruction cost a tenth.
+    """
+    enabled, frames = gc.isenabled(), jax.config.jax_traceback_in_locations_limit
     gc.disable()
+    jax.config.update("jax_traceback_in_locations_limit", 0)
     try:
         yield
     finally:
+        jax.config.update("jax_traceback_in_locations_limit", frames)
         if enabled:
             gc.enable()
 
@@ -107,11 +117,13 @@ def constants(record: Any) -> dict[str, Any]:
 
 
 def training(config: RunConfig) -> dict[str, Any]:
-    """Constants of the loss and of the update."""
+    """Constants of the loss and of the update; how many rows a leaf has orders their sums."""
     constants = {
         **dataclasses.asdict(settings.policy_loss(config)),
         **dataclasses.asdict(settings.adamw(config)),
         **dataclasses.asdict(settings.schedule(config)),
+        "warm_learning_rate": settings.warm_schedule(config).learning_rate,
+        "microbatch_tokens": config.trainer.microbatch_tokens,
     }
     return {name: bits(value) for name, value in constants.items()}
 
@@ -135,8 +147,9 @@ def _programs(config: RunConfig, layout: Layout, platform: str) -> dict[str, Any
 
 
 def _sources(sources: Sources, probed: Probed) -> dict[str, Any]:
-    """`ops` and `definitions`: every op in use, what it reaches, what it computes with."""
-    definitions: dict[str, str] = {}
+    """`ops` and `definitions`: every op in use, what it reaches, what it computes with; and what
+    brings the rows to the ops."""
+    definitions = sources.closure(Symbol(x.__module__, x.__name__) for x in WRITTEN)
     ops: dict[str, Any] = {}
     for name, functions in sorted(probed.used().items()):
         if name not in REGISTRY:

@@ -1,19 +1,19 @@
 """Self-check at start: the same tokens by rollout engine and trainer, compared bit by bit.
 
-The run's own engine generates, in prefill, decode and mixed calls, and the run's own scorer
-recomputes every log-probability. Both use the programs that the run needs anyway, on its device,
-mesh and weights.
+The run's own engine generates, in prefill, decode and mixed calls; the run's own scorer recomputes
+every log-probability, and so does the forward inside the run's own gradient. All use the programs
+that the run needs anyway, on its device, mesh and weights.
 """
 
 import dataclasses
 import datetime
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from isojax.contract import environment
-from isojax.contract.cases import DECODE, MIXED, PREFILL
+from isojax.contract.cases import DECODE, FORWARD, MIXED, PREFILL, RECOMPUTE, SCORE
 from isojax.sampler.config import EngineConfig
 from isojax.sampler.engine import Engine, Runs
 from isojax.sampler.executor import Sampled
@@ -21,32 +21,35 @@ from isojax.sampler.inputs import StepInputs
 from isojax.sampler.random import sample_key
 from isojax.sampler.request import Completion, Request
 from isojax.sampler.scheduler import Copies
+from isojax.trainer.loss import PolicyLoss
 from isojax.trainer.packing import Example
 from isojax.trainer.score import Scorer
+from isojax.trainer.step import Trainer
 
 
 @dataclasses.dataclass(frozen=True)
 class Parting:
-    """A token whose bits differ: its sequence (prompt, response), and the case that sampled it."""
+    """A token whose bits differ: its sequence (prompt, response), the case that parts from
+    train_score, and the log-probabilities of both."""
 
     tokens: np.ndarray
     prompt_length: int
     position: int
     case: str
-    rollout: np.float32
-    trainer: np.float32
+    said: np.float32
+    scored: np.float32
 
     def __str__(self) -> str:
-        bits = [int(x.view(np.uint32)) for x in (self.rollout, self.trainer)]
+        bits = [int(x.view(np.uint32)) for x in (self.said, self.scored)]
         return (
             f"position {self.position} of a sequence of {len(self.tokens)}: {self.case} says "
-            f"{self.rollout!r} (0x{bits[0]:08x}), the trainer {self.trainer!r} (0x{bits[1]:08x})"
+            f"{self.said!r} (0x{bits[0]:08x}), {SCORE} {self.scored!r} (0x{bits[1]:08x})"
         )
 
 
 @dataclasses.dataclass(frozen=True)
 class Canary:
-    """What a self-check found: tokens compared by case, and the first that parts."""
+    """What a self-check found against train_score: tokens compared by case, the first to part."""
 
     compared: dict[str, int]
     differing: dict[str, int]
@@ -131,6 +134,8 @@ def check(
     executor: Runs,
     config: EngineConfig,
     scorer: Scorer,
+    trainer: Trainer,
+    loss: PolicyLoss,
     params: Any,
     *,
     vocab: int,
@@ -138,7 +143,7 @@ def check(
     ranks: int,
     seed: int = 0,
 ) -> Canary:
-    """Generate with the executor, score with the scorer, compare.
+    """Generate with the executor, score with the scorer and inside the gradient, compare.
 
     executor: the run's engine's; `params` must be the weights that it holds.
     """
@@ -154,31 +159,38 @@ def check(
         for r, c in zip(asked, done, strict=True)
     ]
     scored = [found.full for found in scorer(params, examples)]
-    return _compare(recorder, asked, done, scored)
+    learnt = [found.full for found in trainer.logprobs(params, examples, loss)]
+    within = RECOMPUTE if trainer.remat else FORWARD
+    return _compare(recorder, asked, done, {within: learnt}, scored)
 
 
 def _compare(
     recorder: _Recorder,
     asked: Sequence[Request],
     done: Sequence[Completion],
+    learnt: Mapping[str, Sequence[np.ndarray]],
     scored: Sequence[np.ndarray],
 ) -> Canary:
-    compared, differing = dict.fromkeys((DECODE, PREFILL, MIXED), 0), {}
+    """learnt: the trainer's other log-probabilities, by case."""
+    compared = dict.fromkeys((DECODE, PREFILL, MIXED, *learnt), 0)
     differing = dict(compared)
     first: Parting | None = None
-    for request, completion, trainer in zip(asked, done, scored, strict=True):
+    for i, (request, completion, theirs) in enumerate(zip(asked, done, scored, strict=True)):
         if completion.error:
             raise RuntimeError(f"the canary could not generate: {completion.error}")
         prompt = len(request.prompt_ids)
         high, low = (int(x) for x in sample_key(request.seed, 0))
-        for t, (ours, theirs) in enumerate(zip(completion.logprobs, trainer, strict=True)):
-            case = recorder.kinds[high, low, prompt + t]
-            compared[case] += 1
-            if ours.view(np.int32) != theirs.view(np.int32):
-                differing[case] += 1
-                tokens = np.concatenate([np.asarray(request.prompt_ids), completion.token_ids])
-                here = Parting(tokens, prompt, prompt + t, case, ours, np.float32(theirs))
-                first = first or here
+        sampled = [recorder.kinds[high, low, prompt + t] for t in range(len(theirs))]
+        sides = [(sampled, completion.logprobs)]
+        sides += [([case] * len(theirs), rows[i]) for case, rows in learnt.items()]
+        for cases, ours in sides:
+            same = ours.view(np.int32) == theirs.view(np.int32)
+            for t, case in enumerate(cases):
+                compared[case] += 1
+                differing[case] += not same[t]
+                if not same[t] and first is None:
+                    tokens = np.concatenate([np.asarray(request.prompt_ids), completion.token_ids])
+                    first = Parting(tokens, prompt, prompt + t, case, ours[t], theirs[t])
     return Canary(compared, differing, first)
 
 
@@ -186,7 +198,7 @@ def describe(canary: Canary) -> str:
     """One line."""
     parts = ", ".join(f"{n} {case}" for case, n in canary.compared.items())
     if canary.exact:
-        return f"canary: {parts} tokens, all bits equal to the trainer's"
+        return f"canary: {parts} tokens, all bits equal to those of {SCORE}"
     wrong = ", ".join(f"{n} {case}" for case, n in canary.differing.items() if n)
     return f"canary: of {parts} tokens, {wrong} differ; first {canary.first}"
 

@@ -19,9 +19,11 @@ from isojax.mesh import CONTEXT, DATA, MODEL, Layout
 from isojax.models.config import ModelConfig
 from isojax.models.params import shapes
 from isojax.numerics.policy import Policy
-from isojax.sampler.config import EngineConfig, buckets
+from isojax.sampler.config import buckets
 from isojax.sampler.executor import Executor
-from isojax.sampler.inputs import pack, shape_of
+from isojax.sampler.inputs import lay_out, pack, shape_of
+from isojax.sampler.random import sample_key
+from isojax.sampler.settings import engine_config
 from isojax.trainer import settings
 from isojax.trainer.packing import TrainBatch, bucket_of
 from isojax.trainer.score import Scorer
@@ -41,6 +43,10 @@ CASES: dict[str, str] = {
     RECOMPUTE: "trainer, whole sequences, fresh state, activations recomputed in the backward",
     STEP: "trainer, backward and update",
 }
+
+# What the cases are written in, their ops aside. It brings rows to ops and tells them where they
+# are; of such integers the text between ops shows nothing.
+WRITTEN = (Executor, lay_out, sample_key, Scorer, Trainer)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,24 +89,13 @@ def deployed(config: RunConfig, layout: Layout) -> Sizes:
     return Sizes(decode, mixed, train, engine.pool(chunk), engine.max_sequences)
 
 
-def engine_config(config: RunConfig) -> EngineConfig:
-    """The engine's sizes of a run."""
-    s = config.sampler
-    return EngineConfig(
-        max_model_len=config.max_length,
-        max_sequences=s.max_sequences,
-        max_batch_tokens=s.max_batch_tokens,
-        pages=s.pages,
-        bucket_sizes=s.bucket_sizes,
-    )
-
-
 class Lowering:
     """Lowers the cases of a model on one mesh, for a platform that need not be here."""
 
     def __init__(self, config: RunConfig, layout: Layout, platform: str) -> None:
         self.model: ModelConfig = resolve_model(config)
-        self.policy, self.layout, self.config = config.policy, layout, config
+        self.policy, self.layout = config.policy, layout
+        self.config = dataclasses.replace(config, mesh=layout)
         if platform not in ("cpu", "cuda"):
             raise ContractError(f"platform must be cpu or cuda, not {platform!r}")
         if platform == "cpu" and config.policy.evaluation == "mosaic":
@@ -114,7 +109,6 @@ class Lowering:
             Mesh, AbstractMesh((layout.data, layout.context, layout.model), (DATA, CONTEXT, MODEL))
         )
         self.params = shapes(self.model, self.policy, layout, self._mesh)
-        self._static = (self.model, self.policy, layout, self._mesh)
 
     def programs(self, case: str, sizes: Sizes) -> list[Program]:
         """The programs of a case: one, but train_step has two, gradient and update."""
@@ -149,7 +143,7 @@ class Lowering:
 
     def score(self, bucket: Bucket) -> Any:
         """One scoring call of the trainer."""
-        scorer = Scorer(*self._static, self.config.trainer.microbatch_tokens)
+        scorer = settings.scorer(self.config, self.model, self._mesh)
         return scorer.call.trace(self.params, self._batch(bucket))
 
     def gradient(self, bucket: Bucket, remat: bool) -> Any:
@@ -166,12 +160,9 @@ class Lowering:
         return trainer.update.trace(self._totals(trainer)[0], state, rate)
 
     def _trainer(self, remat: bool) -> Trainer:
-        return Trainer(
-            *self._static,
-            settings.adamw(self.config),
-            microbatch_tokens=self.config.trainer.microbatch_tokens,
-            remat=remat,
-        )
+        sizes = dataclasses.replace(self.config.trainer, remat=remat)
+        config = dataclasses.replace(self.config, trainer=sizes)
+        return settings.trainer(config, self.model, self._mesh)
 
     def _totals(self, trainer: Trainer) -> Any:
         specs = (trainer.specs.master, PartitionSpec())

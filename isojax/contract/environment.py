@@ -14,11 +14,18 @@ from isojax.runtime import parse_xla_flags
 _NEUTRAL_FLAGS = (
     "--xla_force_host_platform_device_count",
     "--xla_dump",
-    "--xla_cpu_use_thunk_runtime",
     "--xla_gpu_per_fusion_autotune_cache_dir",
-    "--xla_gpu_enable_pgle",
 )
-_JAX_OPTIONS = ("jax_enable_x64", "jax_default_matmul_precision", "jax_numpy_dtype_promotion")
+# those that change what is traced, then those that change what XLA makes of it
+_JAX_OPTIONS = (
+    "jax_default_matmul_precision",
+    "jax_numpy_dtype_promotion",
+    "jax_disable_most_optimizations",
+    "jax_optimization_level",
+    "jax_compiler_enable_remat_pass",
+)
+# under these there is no program that a contract could be about
+_REFUSED_OPTIONS = ("jax_enable_x64", "jax_disable_jit")
 _PACKAGES = ("jax", "jaxlib", "optax")
 DEFAULT_DEVICE = {"cuda": "sm_90"}
 
@@ -28,7 +35,13 @@ def required(platform: str, device: str | None = None) -> dict[str, Any]:
 
     device: compute capability such as "sm_90", or a CPU's architecture; by default Hopper, or this
     CPU.
+
+    Raises:
+      ContractError: for a device of another platform, and for a jax option that no run may set.
     """
+    for option in _REFUSED_OPTIONS:
+        if _option(option):
+            raise ContractError(f"{option} is set: the forward is written for float32 and for jit")
     if platform == "cpu" and device not in (None, host.machine()):
         raise ContractError(f"a CPU contract is for this machine ({host.machine()}), not {device}")
     if device is None:
@@ -51,7 +64,7 @@ def required(platform: str, device: str | None = None) -> dict[str, Any]:
 
 
 def _option(name: str) -> Any:
-    value = getattr(jax.config, name)
+    value = jax.config.values[name]
     return value if isinstance(value, (bool, str)) or value is None else str(value)
 
 

@@ -6,6 +6,7 @@ run is in them.
 """
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -33,6 +34,8 @@ from isojax.mesh import Layout
 
 # the first op behind the forward: the sampler needs whole logits, the trainer never builds them
 HEADS = ("linear_logprob", "scaled_logits")
+
+_ERASED = (MIXED, DECODE, SCORE)  # cases without a backward
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,24 +70,31 @@ class Probed:
     def __init__(self, config: RunConfig, platform: str) -> None:
         lowering = Lowering(config, Layout(1, 1), platform)
         weights = len(jax.tree.leaves(lowering.params))
-        small, large = (probe(config.policy, *scale) for scale in PROBES)
-        self.sizes = small
+        self._lowering, self._platform, self._weights = lowering, platform, weights
+        self.sizes, self._large_sizes = (probe(config.policy, *scale) for scale in PROBES)
         kinds = lowering.model.layer_types
         self.cache_entries = {kinds.count(kind) for kind in kinds}
-        names = (MIXED, DECODE, SCORE)
-        self.small = {
-            case: self._probe(lowering.programs(case, small)[0], small, weights)
-            for case in (*names, FORWARD, RECOMPUTE)
-        }
-        update = Program(lowering.update().lower(lowering_platforms=(platform,)))
-        self.update = Probe(update, Skeleton(update, (), 0))
-        self.large = {
-            case: self._probe(lowering.programs(case, large)[0], large, weights) for case in names
-        }
 
-    @staticmethod
-    def _probe(program: Program, sizes: Sizes, weights: int) -> Probe:
-        return Probe(program, Skeleton(program, (sizes.pages, sizes.slots), weights))
+    def _probe(self, case: str, sizes: Sizes) -> Probe:
+        (program,) = self._lowering.programs(case, sizes)
+        return Probe(program, Skeleton(program, (sizes.pages, sizes.slots), self._weights))
+
+    @functools.cached_property
+    def small(self) -> dict[str, Probe]:
+        """Every case but the update, at the first size."""
+        cases = (*_ERASED, FORWARD, RECOMPUTE)
+        return {case: self._probe(case, self.sizes) for case in cases}
+
+    @functools.cached_property
+    def large(self) -> dict[str, Probe]:
+        """Those whose rows are erased, at the second."""
+        return {case: self._probe(case, self._large_sizes) for case in _ERASED}
+
+    @functools.cached_property
+    def update(self) -> Probe:
+        """The optimizer's, which has no rows."""
+        program = Program(self._lowering.update().lower(lowering_platforms=(self._platform,)))
+        return Probe(program, Skeleton(program, (), 0))
 
     def vocabulary(self) -> list[str]:
         """Ops of the forward in the order of their calls, one period of layers."""
@@ -106,7 +116,7 @@ class Probed:
                 out[name] = {"gradient": [FORWARD, RECOMPUTE], "update": self._whole(self.update)}
                 continue
             at = MIXED if name == PREFILL else name
-            found = self._erased(at) if at in self.large else self._whole(self.small[at])
+            found = self._erased(at) if at in _ERASED else self._whole(self.small[at])
             out[name] = {"what": CASES[name], **found}
         out[STEP]["what"] = CASES[STEP]
         return out

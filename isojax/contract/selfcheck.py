@@ -1,8 +1,8 @@
 """Compare rollout engine and trainer bit by bit on this machine.
 
 The engine generates from random prompts in prefill, decode and mixed calls, and the trainer scores
-what it generated. If a bit differs the exit status is 1, and the first layer and op where the two
-part are named.
+what it generated, without a gradient and inside one. If a bit differs the exit status is 1, and the
+first layer and op where the two part are named.
 """
 
 import argparse
@@ -13,13 +13,12 @@ from isojax import config_io
 from isojax.config import RunConfig, resolve_model
 from isojax.contract import canary, claims
 from isojax.contract.bisect import Bisector
-from isojax.contract.cases import engine_config
 from isojax.contract.startup import bisected
 from isojax.mesh import Layout
 from isojax.models import hf
 from isojax.models.init import init_params
-from isojax.sampler.executor import Executor
-from isojax.trainer.score import Scorer
+from isojax.sampler.settings import engine_config, executor
+from isojax.trainer import settings
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -55,16 +54,13 @@ def self_check(config: RunConfig, *, bisect: bool) -> tuple[bool, list[str]]:
     else:
         params = init_params(model, policy, layout, mesh, config.seed)
     engine = engine_config(config)
-    executor = Executor(
-        params, model=model, policy=policy, layout=layout, mesh=mesh,
-        pages=engine.pool(policy.chunk), slots=engine.max_sequences,
-    )  # fmt: skip
-    scorer = Scorer(model, policy, layout, mesh, config.trainer.microbatch_tokens)
+    runs = executor(config, model, mesh, params)
     found = canary.check(
-        executor, engine, scorer, params,
+        runs, engine, settings.scorer(config, model, mesh), settings.trainer(config, model, mesh),
+        settings.policy_loss(config), params,
         vocab=model.vocab_size, chunk=policy.chunk, ranks=layout.data,
     )  # fmt: skip
-    executor.release()
+    runs.release()
     lines = [canary.describe(found)]
     bisector = Bisector(model, policy, layout, mesh, params)
     if found.first is not None:

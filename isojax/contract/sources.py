@@ -1,9 +1,10 @@
 """Digests of the source that an op or a kernel is made of, down to the last helper it can reach.
 
-The unit is a top-level definition of a module. Its text is what the parser keeps of it: comments,
-layout, docstrings and annotations of functions are gone. Its dependencies are all the names in it
-that lead to other definitions of the same packages, annotations included: the closure is
-rather too large than too small, but what a string picks at run time escapes it.
+The unit is a top-level definition of a module. Its text is its syntax tree, written the same by
+every Python: comments, layout, docstrings, annotations and the wording of errors are gone. Its
+dependencies are all the names in it that lead to other definitions of the same packages,
+annotations included: the closure is rather too large than too small, but what a string picks at run
+time escapes it.
 """
 
 import ast
@@ -12,13 +13,14 @@ import functools
 import importlib.util
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from isojax.contract.canonical import ContractError, digest
 
 PACKAGES = ("isojax", "pallas_kernels")
 
 # Modules whose contents cannot move a bit (law 8: tiling is free); they belong to the deployment.
-DEPLOYMENT = ("pallas_kernels.tuning",)
+DEPLOYMENT = ("pallas_kernels.tuning", "pallas_kernels.tuning_table")
 
 _WHOLE = "*"  # what a module does at import, beside defining names
 
@@ -87,7 +89,7 @@ class Sources:
         for package, folder in self._folders.items():
             for path in sorted(folder.rglob("*.py")):
                 tree = ast.parse(path.read_text(encoding="utf-8"), str(path))
-                texts[f"{package}/{path.relative_to(folder).as_posix()}"] = ast.unparse(tree)
+                texts[f"{package}/{path.relative_to(folder).as_posix()}"] = _normalised(tree.body)
         return digest(texts)
 
     def _path(self, name: str) -> Path | None:
@@ -165,6 +167,10 @@ class _Module:
             elif not (index == 0 and _is_docstring(statement)):
                 for name in _defines(statement):
                     self.definitions.setdefault(name, []).append(statement)
+        for statement in tree.body:
+            for name in _registers(statement):
+                if name in self.definitions:
+                    self.definitions[name].append(statement)
 
 
 def _defines(statement: ast.stmt) -> list[str]:
@@ -182,6 +188,16 @@ def _defines(statement: ast.stmt) -> list[str]:
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
     ]
     return sorted(set(stored)) or [_WHOLE]
+
+
+def _registers(statement: ast.stmt) -> list[str]:
+    """The names that a function is decorated by a method of: ``@f.defjvp`` makes it a part of f."""
+    found = []
+    for decorator in getattr(statement, "decorator_list", ()):
+        target = decorator.func if isinstance(decorator, ast.Call) else decorator
+        if isinstance(target, ast.Attribute) and isinstance(target.value, ast.Name):
+            found.append(target.value.id)
+    return found
 
 
 def _imports(root: ast.AST) -> dict[str, str]:
@@ -226,26 +242,34 @@ def _is_docstring(statement: ast.stmt) -> bool:
     )
 
 
-class _Bare(ast.NodeTransformer):
-    """Drops docstrings and the annotations of functions."""
-
-    def _body(self, node: ast.AST) -> ast.AST:
-        self.generic_visit(node)
-        body = [s for i, s in enumerate(node.body) if i or not _is_docstring(s)]  # type: ignore[attr-defined]
-        node.body = body or [ast.Pass()]  # type: ignore[attr-defined]
-        return node
-
-    visit_ClassDef = _body
-
-    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
-        node.returns = None
-        return self._body(node)
-
-    def visit_arg(self, node: ast.arg) -> ast.AST:
-        node.annotation = None
-        return node
-
-
 def _normalised(statements: list[ast.stmt]) -> str:
-    copies = [ast.parse(ast.unparse(statement)) for statement in statements]
-    return "\n".join(ast.unparse(_Bare().visit(copy)) for copy in copies)
+    return "\n".join(_text(statement) for statement in statements)
+
+
+# of a statement, what no number depends on
+_SILENT = {
+    ast.arg: ("annotation",),
+    ast.FunctionDef: ("returns",),
+    ast.AsyncFunctionDef: ("returns",),
+    ast.AnnAssign: ("annotation",),
+    ast.Raise: ("exc", "cause"),
+    ast.Constant: ("kind",),
+}
+_HOLDERS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+
+
+def _text(node: Any) -> str:
+    """A syntax tree in one line; fields that are empty, as new ones of a later Python, are left
+    out."""
+    if isinstance(node, list):
+        return f"[{' '.join(map(_text, node))}]"
+    if not isinstance(node, ast.AST):
+        return repr(node)
+    silent = _SILENT.get(type(node), ())
+    fields = []
+    for name, value in ast.iter_fields(node):
+        if name == "body" and isinstance(node, _HOLDERS) and _is_docstring(value[0]):
+            value = value[1:]
+        if name not in silent and (value or value not in (None, [])):
+            fields.append(f"{name}={_text(value)}")
+    return f"{type(node).__name__}({' '.join(fields)})"

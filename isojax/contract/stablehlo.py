@@ -6,9 +6,7 @@ and stands in the text as the digest of that.
 """
 
 import dataclasses
-import functools
 import re
-from collections.abc import Callable, Iterator
 from typing import Any
 
 from jaxlib.mlir import ir
@@ -18,10 +16,8 @@ from isojax.ops.op import PREFIX, is_op
 
 _FUNCTION = re.compile(r"^  func\.func (?:public |private )?@([\w.$-]+)", re.MULTILINE)
 _CALL = re.compile(r"@([\w.$-]+)")
-_KERNEL = re.compile(
-    r'mhlo\.backend_config = \{kernel_hash = "(?:[^"\\]|\\.)*", module = "((?:[^"\\]|\\.)*)"'
-)
-_ESCAPE = re.compile(rb"\\([0-9A-Fa-f]{2})|\\(.)", re.DOTALL)
+_CONFIG = "mhlo.backend_config"  # of a Mosaic call: the kernel and its hash
+_OUTPUT = re.compile(r' \{jax\.result_info = "[^"]*"\}|jax\.result_info = "[^"]*",? ?')
 # an integer of its own: not part of a name, of a float or of a hexadecimal blob
 _NUMBER = re.compile(r"(?<![\w.%#@$-])-?\d+(?![\w.])")
 
@@ -69,15 +65,19 @@ class Program:
     """
 
     def __init__(self, lowered: Any) -> None:
-        self.module = lowered.compiler_ir("stablehlo")
-        text = self.module.operation.get_asm(enable_debug_info=False)
+        # a copy: the original may yet be compiled
+        self.module = lowered.compiler_ir("stablehlo").operation.clone()
+        self._kernels = _name_kernels(self.module)
+        text = _OUTPUT.sub("", self.module.operation.get_asm(enable_debug_info=False))
         starts = [*_FUNCTION.finditer(text)]
-        ends = [*(match.start() for match in starts[1:]), len(text)]
+        # the module's own brace would make its last function another one
+        ends = [*(match.start() for match in starts[1:]), text.rindex("}")]
         self._raw = {
             match[1]: text[match.start() : end] for match, end in zip(starts, ends, strict=True)
         }
         if len(starts) != text.count("  func.func "):
             raise ContractError("a function of the program has a name that is not understood")
+        self._calls: dict[str, list[str]] = {}
         self._functions: dict[str, Function] = {}
 
     def __getitem__(self, name: str) -> Function:
@@ -94,10 +94,12 @@ class Program:
     def kernels(self) -> tuple[Kernel, ...]:
         return self["main"].kernels
 
-    def calls(self, name: str) -> Iterator[str]:
+    def calls(self, name: str) -> list[str]:
         """Functions that a function calls, in order of their first mention."""
-        seen = dict.fromkeys(m[1] for m in _CALL.finditer(self._raw[name]))
-        yield from (callee for callee in seen if callee in self._raw and callee != name)
+        if name not in self._calls:
+            seen = dict.fromkeys(_CALL.findall(self._raw[name]))
+            self._calls[name] = [at for at in seen if at in self._raw and at != name]
+        return self._calls[name]
 
     def expanded(self, name: str) -> str:
         """Text of a function and of all that it calls, functions named by their order.
@@ -116,8 +118,7 @@ class Program:
             for callee in self.calls(at):
                 if self[callee].digest not in order:
                     visit(callee)
-            bare = _bare(self._raw[at], lambda k: f"{k.name} {k.module}")
-            texts.append(_CALL.sub(symbol, bare))
+            texts.append(_CALL.sub(symbol, self._raw[at]))
 
         visit(name)
         return "".join(texts)
@@ -127,40 +128,58 @@ class Program:
         kernels = [kernel for callee in callees.values() for kernel in callee.kernels]
         arithmetic = frozenset().union(*(callee.arithmetic for callee in callees.values()))
 
-        def seen(kernel: Kernel) -> str:
-            kernels.append(kernel)
-            return f"{kernel.name} {kernel.module}"
-
         def symbol(match: re.Match[str]) -> str:
             if match[1] == name:
                 return "@self"
             return f"@{callees[match[1]].digest}" if match[1] in callees else match[0]
 
-        text = _CALL.sub(symbol, _bare(self._raw[name], seen))
+        raw = self._raw[name]
+        kernels += [self._kernels[shown] for shown in _SHOWN.findall(raw)]
+        text = _CALL.sub(symbol, raw)
         arithmetic |= _stablehlo_arithmetic(text)
         arithmetic |= frozenset().union(*(k.arithmetic for k in kernels))
         unique = tuple(dict.fromkeys(kernels))
         return Function(name, text, digest(text), unique, arithmetic)
 
 
-def _bare(text: str, shown: Callable[[Kernel], str]) -> str:
-    """Text without names of outputs, and with what `shown` says of a kernel for its bytecode."""
-
-    def kernel(match: re.Match[str]) -> str:
-        return f'mhlo.backend_config = {{kernel = "{shown(read_kernel(_unescape(match[1])))}"'
-
-    text = re.sub(r' \{jax\.result_info = "[^"]*"\}', "", _KERNEL.sub(kernel, text))
-    return re.sub(r'jax\.result_info = "[^"]*",? ?', "", text)
+_SHOWN = re.compile(r'mhlo\.backend_config = \{kernel = "([^"]*)"')
 
 
-def _unescape(text: str) -> bytes:
-    def byte(match: re.Match[bytes]) -> bytes:
-        return bytes.fromhex(match[1].decode()) if match[1] else match[2]
+def _name_kernels(module: Any) -> dict[str, Kernel]:
+    """Put a kernel's name and digest in the place of its bytecode, everywhere in a module.
 
-    return _ESCAPE.sub(byte, text.encode("latin-1"))
+    Returns the kernels by what stands for them.
+    """
+    found: dict[str, Kernel] = {}
+
+    def visit(op: Any) -> ir.WalkResult:
+        if op.name == "stablehlo.custom_call" and _CONFIG in op.attributes:
+            config = op.attributes[_CONFIG]
+            if isinstance(config, ir.DictAttr) and "kernel_hash" in config:
+                items = (config[i] for i in range(len(config)))
+                fields = {item.name: item.attr for item in items}
+                key = ir.StringAttr(fields.pop("kernel_hash")).value_bytes
+                here = _kernel(key, ir.StringAttr(fields.pop("module")))
+                shown = f"{here.name} {here.module}"
+                found[shown] = here
+                fields["kernel"] = ir.StringAttr.get(shown)
+                op.attributes[_CONFIG] = ir.DictAttr.get(fields)
+        return ir.WalkResult.ADVANCE
+
+    with module.context:
+        module.operation.walk(visit, ir.WalkOrder.PRE_ORDER)
+    return found
 
 
-@functools.lru_cache(maxsize=256)
+_READ: dict[bytes, Kernel] = {}  # by sha256 of the bytecode
+
+
+def _kernel(key: bytes, module: ir.StringAttr) -> Kernel:
+    if key not in _READ:
+        _READ[key] = read_kernel(module.value_bytes)
+    return _READ[key]
+
+
 def read_kernel(bytecode: bytes) -> Kernel:
     """The kernel in a Mosaic call's payload."""
     with _context():

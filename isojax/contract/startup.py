@@ -13,12 +13,14 @@ from isojax.contract import claims, environment
 from isojax.contract.bisect import Bisector
 from isojax.contract.build import build, inputs
 from isojax.contract.canonical import ContractError
-from isojax.contract.cases import engine_config
 from isojax.contract.contract import Contract, from_document, load
 from isojax.contract.enforce import check_pinned
 from isojax.contract.sources import Sources
 from isojax.sampler.engine import Runs
+from isojax.sampler.settings import engine_config
+from isojax.trainer import settings
 from isojax.trainer.score import Scorer
+from isojax.trainer.step import Trainer
 
 
 def of_run(
@@ -93,10 +95,11 @@ def self_check(
     mesh: Mesh,
     executor: Runs,
     scorer: Scorer,
+    trainer: Trainer,
     params: Any,
     weights_version: int,
 ) -> Contract:
-    """Run the canary on the run's own engine and scorer; the contract with its evidence.
+    """Run the canary on the run's own engine, scorer and trainer; the contract with its evidence.
 
     Raises:
       ContractError: if a bit differs, naming the first layer and op where the two ways part.
@@ -106,6 +109,8 @@ def self_check(
         executor,
         engine_config(config),
         scorer,
+        trainer,
+        settings.policy_loss(config),
         params,
         vocab=model.vocab_size,
         chunk=config.policy.chunk,

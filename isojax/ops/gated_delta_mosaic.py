@@ -129,6 +129,7 @@ def prefill(
     return place.put(o, v.shape[0]), jax.tree.map(jax.freeze, held), saved
 
 
+@jax.jit
 def backward(saved: tuple, d_out: jax.Array) -> tuple[jax.Array, ...]:
     """Gradients by token from what `prefill` saved and d_out [T, Hv, V].
 

@@ -21,7 +21,6 @@ from isojax import distributed
 from isojax.config import RunConfig, resolve_model
 from isojax.config_io import to_toml
 from isojax.contract import startup
-from isojax.contract.cases import engine_config
 from isojax.contract.contract import FILE_NAME, from_document
 from isojax.contract.enforce import check_resume, check_rollout
 from isojax.models import hf
@@ -32,15 +31,15 @@ from isojax.rl.data import prompt_stream
 from isojax.rl.rewards import rewards_of
 from isojax.rl.warm_start import answers
 from isojax.sampler.engine import Engine
-from isojax.sampler.executor import Executor
+from isojax.sampler.settings import engine_config, executor
 from isojax.tokenizer import TINY, Tokenizer
 from isojax.trainer import settings
 from isojax.trainer.checkpoint import Checkpoints
 from isojax.trainer.interrupt import Interrupts
 from isojax.trainer.optimizer import Schedule
 from isojax.trainer.packing import Example
-from isojax.trainer.score import Scored, Scorer, compare
-from isojax.trainer.step import StepResult, Trainer
+from isojax.trainer.score import Scored, compare
+from isojax.trainer.step import StepResult
 
 log = logging.getLogger(__name__)
 
@@ -108,16 +107,7 @@ class Run:
         self.mesh = config.mesh.mesh()
         distributed.check_mesh(self.mesh)
         self.contract = startup.of_run(config, pinned=pinned, known=known)
-        self.trainer = Trainer(
-            self.model,
-            config.policy,
-            config.mesh,
-            self.mesh,
-            settings.adamw(config),
-            microbatch_tokens=config.trainer.microbatch_tokens,
-            remat=config.trainer.remat,
-            longest=config.max_length,
-        )
+        self.trainer = settings.trainer(config, self.model, self.mesh)
         self.checkpoints = Checkpoints(
             config.folder / "checkpoints", self.trainer, keep=config.trainer.keep_checkpoints
         )
@@ -138,27 +128,11 @@ class Run:
             self.position = Position()
             self.state = self.trainer.init(self._first_weights())
         self.stream = prompt_stream(config.data, self.tokenizer, config.seed, self.position.stream)
-        self.scorer = Scorer(
-            self.model,
-            config.policy,
-            config.mesh,
-            self.mesh,
-            config.trainer.microbatch_tokens,
-            longest=config.max_length,
-        )
-        sizes = engine_config(config)
-        self.executor = Executor(
-            self.state.params,
-            model=self.model,
-            policy=config.policy,
-            layout=config.mesh,
-            mesh=self.mesh,
-            pages=sizes.pool(config.policy.chunk),
-            slots=sizes.max_sequences,
-        )
+        self.scorer = settings.scorer(config, self.model, self.mesh)
+        self.executor = executor(config, self.model, self.mesh, self.state.params)
         self.engine = Engine(
             self.executor,
-            sizes,
+            engine_config(config),
             vocab_size=self.model.vocab_size,
             chunk=config.policy.chunk,
             ranks=config.mesh.data,
@@ -216,6 +190,7 @@ class Run:
             mesh=self.mesh,
             executor=self.executor,
             scorer=self.scorer,
+            trainer=self.trainer,
             params=self.state.params,
             weights_version=self.position.step,
         )

@@ -18,8 +18,8 @@ from isojax.ops.op import op
 from isojax.trainer.loss import rank_total, token_total
 from isojax.trainer.sharding import Placement, reduce_gradient
 
-# parameters -> loss [T], stats [T, K]
-RowLosses = Callable[[Any], tuple[jax.Array, jax.Array]]
+# parameters -> loss [T], (stats [T, K], what else is known of the rows)
+RowLosses = Callable[[Any], tuple[jax.Array, tuple[jax.Array, Any]]]
 
 
 @op("accumulate")
@@ -36,14 +36,14 @@ def add_gradients(
     placements: Any,
     policy: Policy,
     layout: Layout,
-) -> tuple[Any, jax.Array]:
+) -> tuple[tuple[Any, jax.Array], Any]:
     """Add one call's gradient and sums to those of the calls before it.
 
     totals: gradients (float32 blocks of each `placement.state`) and sums float32 [1 + K]: the loss
-    and the columns of stats. Returns both, updated.
+    and the columns of stats. Returns both, updated, and what else `row_losses` said of the rows.
     """
     gradients, sums = totals
-    losses, backward, stats = jax.vjp(
+    losses, backward, (stats, rows) = jax.vjp(
         lambda places: row_losses(weight.attach(params, places)),
         weight.places(params),
         has_aux=True,
@@ -56,4 +56,4 @@ def add_gradients(
     gradients = jax.tree.map(finish, placements, gradients, partials)
     terms = jnp.concatenate([losses[:, None], stats], axis=1)
     terms = rank_total(token_total(terms, policy=policy, layout=layout), layout=layout)
-    return gradients, accumulate(sums, terms)
+    return (gradients, accumulate(sums, terms)), rows

@@ -13,7 +13,7 @@ from isojax.models.config import ModelConfig
 from isojax.models.params import specs
 from isojax.numerics.policy import Policy
 from isojax.trainer.call import ROWS, all_rows, put, row_logprobs, shard
-from isojax.trainer.packing import Example, TrainBatch, pack
+from isojax.trainer.packing import Example, Placed, TrainBatch, pack
 
 
 class Scored(NamedTuple):
@@ -59,11 +59,20 @@ class Scorer:
             examples, self._budget, self._policy, self._layout, longest=self._longest
         )
         rows = [jax.device_get(self.call(params, put(call, self._mesh))) for call in calls]
-        found: list[Scored] = [Scored(np.empty(0), np.empty(0))] * len(examples)
-        for at in placed:
-            span = slice(at.row, at.row + examples[at.index].predicted)
-            found[at.index] = Scored(*(x[span] for x in rows[at.call]))
-        return found
+        return by_example(rows, placed, examples)
+
+
+def by_example(
+    rows: Sequence[tuple[np.ndarray, np.ndarray]],
+    placed: Sequence[Placed],
+    examples: Sequence[Example],
+) -> list[Scored]:
+    """One `Scored` an example from each call's (full, kept), float32 [T] of all data ranks."""
+    found: list[Scored] = [Scored(np.empty(0), np.empty(0))] * len(examples)
+    for at in placed:
+        span = slice(at.row, at.row + examples[at.index].predicted)
+        found[at.index] = Scored(*(x[span] for x in rows[at.call]))
+    return found
 
 
 @dataclasses.dataclass(frozen=True)

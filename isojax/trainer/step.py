@@ -16,11 +16,12 @@ from isojax.models.config import ModelConfig
 from isojax.models.params import parameters
 from isojax.numerics.policy import Policy
 from isojax.trainer import optimizer
-from isojax.trainer.call import ROWS, put, row_logprobs, shard
+from isojax.trainer.call import ROWS, all_rows, put, row_logprobs, shard
 from isojax.trainer.gradients import add_gradients
 from isojax.trainer.loss import STATS, PolicyLoss
 from isojax.trainer.optimizer import AdamW, Schedule
 from isojax.trainer.packing import Example, TrainBatch, pack
+from isojax.trainer.score import Scored, by_example
 from isojax.trainer.sharding import Placement, placements
 
 
@@ -121,7 +122,7 @@ class Trainer:
                 partial(self._rank_add, loss=loss),
                 mesh,
                 (param, (blocks, none), ROWS),
-                (blocks, none),
+                ((blocks, none), none),
             )(params, totals, batch),
             static_argnums=3,
             donate_argnums=1,
@@ -185,7 +186,7 @@ class Trainer:
         )
         totals = self.zeros()
         for call in calls:
-            totals = self.add(state.params, totals, put(call, self.mesh), loss)
+            totals, _ = self.add(state.params, totals, put(call, self.mesh), loss)
         gradients, sums = totals
         rate = schedule.rate(int(optimizer.count(state.optimizer)))
         state, norm = self.update(gradients, state, rate)
@@ -193,14 +194,31 @@ class Trainer:
         by_name = dict(zip(STATS, map(float, sums[1:]), strict=True))
         return state, StepResult(float(sums[0]), float(norm), float(rate), by_name)
 
+    def logprobs(self, params: Any, examples: Sequence[Example], loss: PolicyLoss) -> list[Scored]:
+        """What the forward inside the gradient's own program says of examples; no weight is moved.
+
+        Raises:
+          ValueError: if an example exceeds `microbatch_tokens`.
+        """
+        calls, placed = pack(
+            examples, self.microbatch_tokens, self.policy, self.layout, longest=self.longest
+        )
+        totals, rows = self.zeros(), []
+        for call in calls:
+            totals, found = self.add(params, totals, put(call, self.mesh), loss)
+            rows.append(jax.device_get(found))
+        return by_example(rows, placed, examples)
+
     def _rank_init(self, params: Any) -> tuple[Any, Any]:
         return optimizer.init(self.adamw, params, self.placements, self.layout)
 
     def _rank_add(
         self, params: Any, totals: tuple[Any, jax.Array], batch: TrainBatch, loss: PolicyLoss
-    ) -> tuple[Any, jax.Array]:
-        def row_losses(params: Any) -> tuple[jax.Array, jax.Array]:
-            _, kept = row_logprobs(
+    ) -> tuple[tuple[Any, jax.Array], Any]:
+        """Totals with this call's share, and its rows' log-probabilities as `Scorer` gives them."""
+
+        def row_losses(params: Any) -> tuple[jax.Array, tuple[jax.Array, Any]]:
+            full, kept = row_logprobs(
                 params,
                 batch,
                 model=self.model,
@@ -208,9 +226,10 @@ class Trainer:
                 layout=self.layout,
                 remat=self.remat,
             )
-            return loss(kept, batch)
+            losses, stats = loss(kept, batch)
+            return losses, (stats, (full, kept))
 
-        return add_gradients(
+        totals, rows = add_gradients(
             row_losses,
             params,
             totals,
@@ -218,6 +237,7 @@ class Trainer:
             policy=self.policy,
             layout=self.layout,
         )
+        return totals, tuple(all_rows(x, self.layout) for x in rows)
 
     def _rank_update(
         self, gradients: Any, state: TrainState, rate: jax.Array
