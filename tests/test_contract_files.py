@@ -103,7 +103,7 @@ def test_diff_names_ops_kernels_versions_and_cases():
     new = contract(
         ops={"rows": op},
         definitions={"pallas_kernels.matmul.product": "1", "isojax.numerics.trees.tree_sum": "01"},
-        environment={"platform": "cpu", "packages": {"jax": "2"}, "xla_flags": {}},
+        environment={"platform": "cpu", "packages": {"jax": "2"}, "xla_flags": {"--off": False}},
         cases={"decode": {"between_ops": "22", "ops": {"rows": {"calls": 1, "bodies": "ab"}}}},
         deployment={
             "inputs": "0",
@@ -114,6 +114,7 @@ def test_diff_names_ops_kernels_versions_and_cases():
     )
     said = [str(change) for change in diff(contract(), new)]
     assert "numerical: environment.packages jax: 1 -> 2" in said
+    assert "numerical: environment.xla_flags --off: absent -> False" in said
     other = "op rows: other kernels: without matmul; with matmul_swapped (in decode)"
     assert f"numerical: {other}" in said
     assert "numerical: kernel source pallas_kernels.matmul.product is new" in said

@@ -63,10 +63,10 @@ def _vocabulary(old: Contract, new: Contract) -> Iterator[Change]:
 def _environment(old: Contract, new: Contract) -> Iterator[Change]:
     for name, before, after in _items(old["environment"], new["environment"]):
         if isinstance(before, dict) and isinstance(after, dict):
-            for key, a, b in _items(before, after):
-                yield Change(
-                    NUMERICAL, f"environment.{name} {key}: {a or 'absent'} -> {b or 'absent'}"
-                )
+            for key in sorted({*before, *after}):
+                a, b = (side.get(key, "absent") for side in (before, after))
+                if a != b:
+                    yield Change(NUMERICAL, f"environment.{name} {key}: {a} -> {b}")
         else:
             yield Change(NUMERICAL, f"environment.{name}: {before} -> {after}")
 
