@@ -30,6 +30,7 @@ _AUTOMATIC = {"slurm": "SLURM_NTASKS", "ompi": "OMPI_COMM_WORLD_SIZE"}
 LOST_AFTER_S = 60.0  # without a sign of life a process counts as lost
 _BEAT_S = 1.0  # between signs of life
 _SILENT_S = 6.0  # the same after a failure, when a lost process is the likely cause
+_MEET_S = 20.0  # before a process says that it waits for the others to start
 _ARRIVE_S = 30.0  # how long processes wait for each other at the end
 _FOREVER_MS = 7 * 24 * 3600 * 1000  # a lost process is noticed by the watch, not by a timeout
 
@@ -94,6 +95,7 @@ def join(
       RuntimeError: they did not meet.
     """
     global _watch
+    asked = not (coordinator is None and processes is None and process is None)
     coordinator = coordinator or os.environ.get("JAX_COORDINATOR_ADDRESS")
     given = {"coordinator": coordinator, "processes": processes, "process": process}
     missing = [name for name, value in given.items() if value is None]
@@ -101,7 +103,7 @@ def join(
     if processes is not None and not 0 <= (process or 0) < processes:
         raise ValueError(f"--process {process} is not within 0 and --processes {processes}")
     if launcher is None and missing:
-        if processes is None and process is None:
+        if not asked:
             return
         raise ValueError(
             "several processes need --coordinator, --processes and --process, "
@@ -110,6 +112,10 @@ def join(
     # its handler of SIGTERM would stand beside ours, and its step counter is orbax's
     jax.config.update("jax_enable_preemption_service", False)
     detection = launcher if missing else "deactivate"
+    # jax aborts the process when the others have not come within five minutes: say so before
+    waiting = threading.Timer(_MEET_S, _say_waiting)
+    waiting.daemon = True
+    waiting.start()
     try:
         jax.distributed.initialize(
             coordinator,
@@ -123,6 +129,8 @@ def join(
         raise RuntimeError(
             f"the processes did not meet at {_state().coordinator_address}: {_line(error)}"
         ) from None
+    finally:
+        waiting.cancel()
     if count() > 1:
         _watch = _Watch(lost_after)
         _watch.start()
@@ -422,6 +430,11 @@ def _detects(name: str) -> bool:
 
 def _line(error: BaseException) -> str:
     return str(error).splitlines()[0] if str(error) else type(error).__name__
+
+
+def _say_waiting() -> None:
+    where = _state().coordinator_address
+    print(f"process {index()} waits for the others at {where}", file=sys.stderr, flush=True)
 
 
 def _say(message: str, hint: str) -> None:

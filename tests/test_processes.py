@@ -79,6 +79,8 @@ def test_a_signal_to_one_stops_all_at_the_same_step():
 def test_what_does_not_say_where_the_processes_are_is_refused():
     with pytest.raises(ValueError, match="--coordinator, --process is not given"):
         distributed.join("none", processes=2)
+    with pytest.raises(ValueError, match="--processes, --process is not given"):
+        distributed.join("none", "127.0.0.1:1")
     with pytest.raises(ValueError, match="--process 2 is not within"):
         distributed.join("none", "127.0.0.1:1", 2, 2)
 
