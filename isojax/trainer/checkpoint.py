@@ -9,9 +9,55 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import orbax.checkpoint as ocp
+from jax.sharding import NamedSharding
 
+from isojax.mesh import Layout
+from isojax.models.config import ModelConfig
+from isojax.models.params import Parameter, Params, parameters
+from isojax.numerics.policy import Policy
+from isojax.trainer.optimizer import AdamW, like_state
+from isojax.trainer.sharding import placements
 from isojax.trainer.step import Trainer, TrainState
+
+
+def load_weights(
+    folder: Path, model: ModelConfig, policy: Policy, step: int | None = None
+) -> tuple[int, Params]:
+    """The weights in a folder that `Checkpoints` wrote, in their dtypes, in the host's memory.
+
+    step: whose (default: the newest). Reads the master weights alone, and changes nothing in the
+    folder, where a run may be at work. Returns the step and the weights.
+
+    Raises:
+      FileNotFoundError: there is no such checkpoint.
+      ValueError: it is one of another model.
+    """
+    if not folder.is_dir():
+        raise FileNotFoundError(f"{folder} is not a folder")
+    layout = Layout()
+    mesh = layout.mesh(jax.devices("cpu"))
+    described = parameters(model, policy, layout)
+    placed = placements(model, policy, layout)
+
+    def master(parameter: Parameter) -> jax.ShapeDtypeStruct:
+        whole = NamedSharding(mesh, parameter.spec)
+        return jax.ShapeDtypeStruct(parameter.shape, jnp.float32, sharding=whole)
+
+    passed_over = jax.tree.map(lambda _: ocp.PLACEHOLDER, like_state(AdamW(), placed))
+    wanted = (jax.tree.map(master, described), passed_over)
+    options = ocp.CheckpointManagerOptions(read_only=True)
+    with ocp.CheckpointManager(folder.absolute(), options=options) as manager:
+        steps = manager.all_steps()
+        if not steps or step not in (None, *steps):
+            there = ", ".join(map(str, sorted(steps))) or "none"
+            sought = "checkpoint" if step is None else f"checkpoint of step {step}"
+            raise FileNotFoundError(f"no {sought} in {folder}; there are: {there}")
+        step = max(steps) if step is None else step
+        args = ocp.args.Composite(state=ocp.args.StandardRestore(wanted))
+        weights, _ = manager.restore(step, args=args)["state"]
+    return step, jax.tree.map(lambda p, m: m.astype(p.dtype), described, weights)
 
 
 class Checkpoints:
