@@ -130,7 +130,10 @@ def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
 def _template_source(folder: Path, settings: Mapping[str, Any]) -> str | None:
     own_file = folder / "chat_template.jinja"
     if own_file.is_file():
-        return own_file.read_text(encoding="utf-8")
+        try:
+            return own_file.read_text(encoding="utf-8")
+        except UnicodeDecodeError:
+            raise ValueError(f"{own_file}: not UTF-8") from None
     template = settings.get("chat_template")
     if isinstance(template, list):  # several named ones
         entries = (entry for entry in template if isinstance(entry, Mapping))

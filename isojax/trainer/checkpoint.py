@@ -5,20 +5,20 @@ their own dtype are one cast away and are not stored. Beside them lies a JSON ob
 else that a run needs to go on.
 """
 
+from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
-from jax.sharding import NamedSharding
+from jax.sharding import SingleDeviceSharding
 
 from isojax.mesh import Layout
 from isojax.models.config import ModelConfig
-from isojax.models.params import Parameter, Params, parameters
+from isojax.models.params import Params, parameters
 from isojax.numerics.policy import Policy
-from isojax.trainer.optimizer import AdamW, like_state
-from isojax.trainer.sharding import placements
 from isojax.trainer.step import Trainer, TrainState
 
 
@@ -36,28 +36,33 @@ def load_weights(
     """
     if not folder.is_dir():
         raise FileNotFoundError(f"{folder} is not a folder")
-    layout = Layout()
-    mesh = layout.mesh(jax.devices("cpu"))
-    described = parameters(model, policy, layout)
-    placed = placements(model, policy, layout)
-
-    def master(parameter: Parameter) -> jax.ShapeDtypeStruct:
-        whole = NamedSharding(mesh, parameter.spec)
-        return jax.ShapeDtypeStruct(parameter.shape, jnp.float32, sharding=whole)
-
-    passed_over = jax.tree.map(lambda _: ocp.PLACEHOLDER, like_state(AdamW(), placed))
-    wanted = (jax.tree.map(master, described), passed_over)
-    options = ocp.CheckpointManagerOptions(read_only=True)
-    with ocp.CheckpointManager(folder.absolute(), options=options) as manager:
-        steps = manager.all_steps()
-        if not steps or step not in (None, *steps):
-            there = ", ".join(map(str, sorted(steps))) or "none"
-            sought = "checkpoint" if step is None else f"checkpoint of step {step}"
-            raise FileNotFoundError(f"no {sought} in {folder}; there are: {there}")
-        step = max(steps) if step is None else step
-        args = ocp.args.Composite(state=ocp.args.StandardRestore(wanted))
-        weights, _ = manager.restore(step, args=args)["state"]
+    steps = sorted(ocp.utils.checkpoint_steps(folder.absolute()))
+    if not steps or step not in (None, *steps):
+        sought = "checkpoint" if step is None else f"checkpoint of step {step}"
+        there = ", ".join(map(str, steps)) or "none"
+        raise FileNotFoundError(f"no {sought} in {folder}; there are: {there}")
+    step = steps[-1] if step is None else step
+    path = folder.absolute() / str(step) / "state"
+    described = parameters(model, policy, Layout())
+    here = SingleDeviceSharding(jax.devices("cpu")[0])
+    wanted = jax.tree.map(
+        lambda p: jax.ShapeDtypeStruct(p.shape, jnp.float32, sharding=here), described
+    )
+    with closing(ocp.PyTreeCheckpointHandler()) as handler:
+        stored, optimizer = handler.metadata(path).tree
+        if differing := sorted(set(_shapes(wanted)) ^ set(_shapes(stored))):
+            raise ValueError(f"{path.parent} is not a checkpoint of this model: {differing[0]}")
+        tree = (wanted, jax.tree.map(lambda _: ocp.PLACEHOLDER, optimizer))
+        restore = ocp.checkpoint_utils.construct_restore_args(tree)
+        args = ocp.args.PyTreeRestore(tree, restore_args=restore)
+        weights, _ = handler.restore(path, args=args)
     return step, jax.tree.map(lambda p, m: m.astype(p.dtype), described, weights)
+
+
+def _shapes(tree: Any) -> Iterator[str]:
+    """Each array's place in the tree and its shape."""
+    for place, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        yield f"{jax.tree_util.keystr(place)} {list(leaf.shape)}"
 
 
 class Checkpoints:
