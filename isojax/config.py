@@ -1,12 +1,12 @@
 """The settings of a run, as frozen dataclasses; `config_io.py` reads and writes them."""
 
 import dataclasses
-import json
 from pathlib import Path
 from typing import Any, Literal
 
 from isojax.mesh import Layout
 from isojax.models.config import ModelConfig
+from isojax.models.hf import load_config
 from isojax.numerics.policy import Policy
 
 
@@ -314,8 +314,7 @@ def resolve_model(config: RunConfig) -> ModelConfig:
     if not config.checkpoint:
         assert config.model is not None  # RunConfig requires one of the two
         return config.model
-    text = (Path(config.checkpoint) / "config.json").read_text(encoding="utf-8")
-    found = ModelConfig.from_hf(json.loads(text))
+    found = load_config(config.checkpoint)
     if config.model is None:
         return found
     names = (field.name for field in dataclasses.fields(ModelConfig))

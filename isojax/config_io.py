@@ -82,6 +82,7 @@ def to_toml(config: Any) -> str:
 
 def add_arguments(parser: argparse.ArgumentParser, cls: type = RunConfig) -> None:
     """Give `parser` an option for every leaf of a dataclass tree, grouped by table."""
+    parser.usage = parser.usage or "%(prog)s [options]"  # all of them would bury an error
     groups: dict[str, Any] = {}
     for name, hint, text in leaves(cls):
         table = name.rpartition(".")[0]

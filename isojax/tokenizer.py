@@ -11,6 +11,8 @@ import jinja2.ext
 import jinja2.sandbox
 import tokenizers
 
+from isojax.files import json_object
+
 TINY = Path(__file__).parent / "assets" / "tiny_tokenizer"
 
 Message = Mapping[str, Any]
@@ -48,8 +50,11 @@ class Tokenizer:
         )
         generation = folder / "generation_config.json"
         model = _read_json(generation if generation.is_file() else folder / "config.json")
-        eos = (model.get("text_config") or model).get("eos_token_id")
+        text = model.get("text_config")
+        eos = (text if isinstance(text, Mapping) and text else model).get("eos_token_id")
         listed = eos if isinstance(eos, list) else [eos]
+        if any(id is not None and type(id) is not int for id in listed):
+            raise ValueError(f"{folder}: eos_token_id is {json.dumps(eos)[:40]}, not of integers")
         own = self._special_id("eos_token")
         self.eos_ids: tuple[int, ...] = tuple(
             dict.fromkeys(id for id in (own, *listed) if id is not None)
@@ -109,12 +114,7 @@ def cut_at_stop(text: str, stop: Sequence[str]) -> str:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path}: {error}") from error
+    return json_object(path) if path.is_file() else {}
 
 
 def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
@@ -130,11 +130,16 @@ def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
 def _template_source(folder: Path, settings: Mapping[str, Any]) -> str | None:
     own_file = folder / "chat_template.jinja"
     if own_file.is_file():
-        return own_file.read_text(encoding="utf-8")
+        try:
+            return own_file.read_text(encoding="utf-8")
+        except UnicodeDecodeError:
+            raise ValueError(f"{own_file}: not UTF-8") from None
     template = settings.get("chat_template")
     if isinstance(template, list):  # several named ones
-        named = {entry["name"]: entry["template"] for entry in template}
-        return named.get("default")
+        entries = (entry for entry in template if isinstance(entry, Mapping))
+        template = next((e.get("template") for e in entries if e.get("name") == "default"), None)
+    if template is not None and not isinstance(template, str):
+        raise ValueError(f"{folder / 'tokenizer_config.json'}: chat_template is no text")
     return template
 
 

@@ -184,7 +184,79 @@ def test_a_file_cut_short(keep, tmp_path):
         load(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("file", "text", "message"),
+    [
+        ("config.json", "{", "config.json: not JSON"),
+        ("config.json", "\udcff", "config.json: not UTF-8"),
+        ("config.json", "[1]", r"config.json: not an object: \[1\]"),
+        (hf.INDEX, "{", f"{hf.INDEX}: not JSON"),
+        (hf.INDEX, "{}", f"{hf.INDEX}: its weight_map names no tensors"),
+        (hf.INDEX, '{"weight_map": ["x"]}', f"{hf.INDEX}: its weight_map names no tensors"),
+        (hf.INDEX, '{"weight_map": {"x": 5}}', f"{hf.INDEX}: 5 in its weight_map is no file name"),
+        (hf.INDEX, '{"weight_map": {"x": "y.st"}}', f"lacks files that {hf.INDEX} names: y.st"),
+    ],
+)
+def test_damaged_json_is_named(file, text, message, tmp_path):
+    shutil.copytree(GOLDEN / "qwen3", tmp_path, dirs_exist_ok=True)
+    (tmp_path / file).write_bytes(text.encode("utf-8", "surrogateescape"))
+    with pytest.raises((ValueError, FileNotFoundError), match=message) as error:
+        load(tmp_path)
+    assert str(tmp_path) in str(error.value)
+
+
+def test_every_mistyped_setting_is_named(tmp_path):
+    changes = {
+        "hidden_size": "32",
+        "num_hidden_layers": True,
+        "rms_norm_eps": float("nan"),
+        "layer_types": "full_attention",
+        "rope_parameters": {"rope_theta": "1e6"},
+        "eos_token_id": ["</s>"],
+    }
+    write(tmp_path, "qwen3", read(GOLDEN / "qwen3"), **changes)
+    with pytest.raises(ValueError) as error:
+        load(tmp_path)
+    assert str(error.value) == (
+        f'{tmp_path}/config.json: hidden_size is "32", not an integer; '
+        "num_hidden_layers is true, not an integer; rms_norm_eps is NaN, not a finite number; "
+        'layer_types is "full_attention", not a list of strings; '
+        'eos_token_id is ["</s>"], not an integer or a list of integers; '
+        'rope_parameters.rope_theta is "1e6", not a finite number'
+    )
+
+
+def test_yarn_beside_plain_rotary_settings_is_refused(tmp_path):
+    rope = {"rope_type": "default", "rope_theta": 1e4}
+    for plain, other in (("rope_parameters", "rope_scaling"), ("rope_scaling", "rope_parameters")):
+        scaled = {"rope_type": "yarn", "factor": 4.0}
+        write(tmp_path, "qwen3", {}, **{plain: rope, other: scaled})
+        with pytest.raises(ValueError, match=f"{other}: rope_type 'yarn' is not supported"):
+            hf.load_config(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        {"dtype": "F32", "shape": [1], "data_offsets": ["0", "4"]},
+        {"dtype": "F32", "shape": [1], "data_offsets": "04"},
+        {"dtype": "F32", "shape": ["1"], "data_offsets": [0, 4]},
+        {"dtype": "F32", "shape": [-1, -1], "data_offsets": [0, 4]},
+        {"dtype": 5, "shape": [1], "data_offsets": [0, 4]},
+        {"dtype": "F32", "shape": [2**40, 2**40], "data_offsets": [0, 4]},
+        7,
+    ],
+)
+def test_a_header_with_a_bad_entry(entry, tmp_path):
+    text = json.dumps({"x": entry}).encode()
+    (tmp_path / "a.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + bytes(4))
+    with pytest.raises(ValueError, match=r"a\.safetensors: .*x "):
+        open_file(tmp_path / "a.safetensors")
+
+
 def test_a_folder_without_a_checkpoint(tmp_path):
+    with pytest.raises(FileNotFoundError, match="none is not a folder"):
+        load(tmp_path / "none")
     with pytest.raises(FileNotFoundError, match=r"config\.json"):
         load(tmp_path)
     shutil.copy(GOLDEN / "qwen3/config.json", tmp_path)

@@ -70,6 +70,26 @@ def test_templates_in_files_lists_and_errors(tmp_path, tiny):
         plain.render([])
 
 
+@pytest.mark.parametrize(
+    ("file", "text", "message"),
+    [
+        ("tokenizer_config.json", "[]", "tokenizer_config.json: not an object"),
+        ("tokenizer_config.json", "{", "tokenizer_config.json: not JSON"),
+        ("tokenizer_config.json", '{"chat_template": 5}', "chat_template is no text"),
+        ("tokenizer_config.json", '{"chat_template": [5, {"name": "default", "template": 6}]}',
+         "chat_template is no text"),
+        ("config.json", '{"text_config": [], "eos_token_id": ["a"]}', 'eos_token_id is ."a".'),
+        ("chat_template.jinja", "\udcff", "chat_template.jinja: not UTF-8"),
+    ],
+)  # fmt: skip
+def test_damaged_settings_are_named(file, text, message, tmp_path):
+    folder = copy_of_tiny(tmp_path)
+    (folder / file).write_bytes(text.encode("utf-8", "surrogateescape"))
+    with pytest.raises(ValueError, match=message) as error:
+        Tokenizer(folder)
+    assert str(folder) in str(error.value)
+
+
 def test_folders_without_a_tokenizer(tmp_path):
     with pytest.raises(FileNotFoundError, match="no tokenizer.json"):
         Tokenizer(tmp_path)

@@ -1,10 +1,12 @@
 """Continue prompts, by the rollout engine.
 
 Input lines are {"prompt_ids": [...]} or {"prompt": "..."}. Output lines, in the same order, are
-{"token_ids": [...], "logprobs": [...], "text": ..., "finish_reason": "stop" or "length"}: text is
-null if the checkpoint has no tokenizer; log-probabilities are at the sampling temperature, over the
-full vocabulary, and read back to the float32 that was computed. What is sampled is a function of
-the seed, the prompt and the sampling settings, whatever else is in the file; equal prompts get
+{"prompt_ids": [...], "token_ids": [...], "logprobs": [...], "temperature": ..., "text": ...,
+"finish_reason": "stop" or "length"}, which `isojax score` reads as they are. Log-probabilities are
+at the sampling temperature (at 1 if it is 0: greedy), over the full vocabulary, and read back to
+the float32 that was computed. text is null if the checkpoint has no tokenizer; it ends before the
+stop string that ended the response, whose tokens are among token_ids. What is sampled is a function
+of the seed, the prompt and the sampling settings, whatever else is in the file; equal prompts get
 equal samples.
 A bad line gives {"error": ..., "line": ...} and exit status 1.
 """
@@ -17,12 +19,14 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
+from isojax.arguments import as_temperature
 from isojax.cli import jsonl, session
 from isojax.cli.jsonl import BadLine, Line
 from isojax.cli.session import Session
 from isojax.sampler.config import EngineConfig
 from isojax.sampler.engine import Engine
 from isojax.sampler.request import Completion, Request, problem
+from isojax.tokenizer import cut_at_stop
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -30,12 +34,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     session.add_arguments(parser)
     add = parser.add_argument
     add("--max-tokens", type=int, required=True, metavar="N", help="most tokens of a response")
-    add("--temperature", type=float, default=1.0, help="0 is greedy (default: 1)")
+    add("--temperature", type=as_temperature, default=1.0, help="0 is greedy (default: 1)")
     add("--top-p", type=float, default=1.0, help="keep the likeliest tokens of this probability")
     add("--top-k", type=int, default=0, help="keep this many tokens; 0 keeps all (default)")
     add("--min-p", type=float, default=0.0, help="keep tokens at least this likely, relatively")
     add("--seed", type=int, default=0)
-    add("--stop", action="append", default=[], metavar="TEXT", help="end a response; repeatable")
+    add(
+        "--stop", action="append", default=[], metavar="TEXT",
+        help="end a response, whose text ends before TEXT; repeatable",
+    )  # fmt: skip
     add("--ignore-eos", action="store_true", help="go on after end-of-sequence tokens")
     add("--max-sequences", type=int, default=64, help="at the same time, a data rank (default: 64)")
     add("--max-batch-tokens", type=int, default=2048, help="new tokens of a call, a data rank")
@@ -70,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
         for number, _, completion in tqdm(
             finished, total=len(good), desc="generate", unit="line", disable=None
         ):
-            writer.put(good[number][0], _result(completion, model))
+            writer.put(good[number][0], _result(good[number][1], completion, model))
         return 1 if writer.failed else 0
 
 
@@ -131,19 +138,22 @@ def _sizes(args: argparse.Namespace, model: Session, requests: list[Request]) ->
     ranks = model.layout.data
     return EngineConfig(
         max_model_len=min(need, model.config.max_position_embeddings),
-        max_sequences=max(1, min(args.max_sequences, -(-len(requests) // ranks))),
+        max_sequences=min(args.max_sequences, max(1, -(-len(requests) // ranks))),
         max_batch_tokens=args.max_batch_tokens,
         pages=args.pages,
     )
 
 
-def _result(completion: Completion, model: Session) -> dict[str, Any] | BadLine:
+def _result(request: Request, completion: Completion, model: Session) -> dict[str, Any] | BadLine:
     if completion.error is not None:
         return BadLine(completion.error)
     ids = completion.token_ids.tolist()
+    text = cut_at_stop(model.tokenizer.decode(ids), request.stop) if model.tokenizer else None
     return {
+        "prompt_ids": list(request.prompt_ids),
         "token_ids": ids,
         "logprobs": jsonl.floats(completion.logprobs),
-        "text": model.tokenizer.decode(ids) if model.tokenizer else None,
+        "temperature": request.temperature,
+        "text": text,
         "finish_reason": completion.finish_reason,
     }

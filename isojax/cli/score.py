@@ -1,24 +1,27 @@
 """Log-probabilities of given sequences, by the trainer's forward.
 
-Input lines are {"tokens": [...]} or {"prompt": "...", "response": "..."}. Output lines, in the same
-order, are {"logprobs": [...]}: of every token given those before it, so one fewer than tokens; for
-text also "tokens" and "prompt_length". Each number reads back to the float32 that was computed.
+Input lines are {"tokens": [...]}, {"prompt": "...", "response": "..."}, or what `isojax generate`
+writes: {"prompt_ids": [...], "token_ids": [...], "temperature": ...}, whose other fields do not
+count. Output lines, in the same order, are {"logprobs": [...]}: of every token given those before
+it, so one fewer than tokens; for a prompt and its response also "tokens" and "prompt_length", and
+logprobs[prompt_length - 1:] are the response's. Each number reads back to the float32 that was
+computed.
 A bad line gives {"error": ..., "line": ...} and exit status 1.
 """
 
 import argparse
 import dataclasses
-import math
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 from tqdm import tqdm
 
+from isojax.arguments import as_temperature
 from isojax.cli import jsonl, session
 from isojax.cli.jsonl import BadLine, Line
 from isojax.cli.session import Session
-from isojax.sampler.request import inverse_temperature
+from isojax.sampler.request import bad_temperature, inverse_temperature
 from isojax.trainer.packing import Example
 from isojax.trainer.score import Scored, Scorer
 
@@ -31,25 +34,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     session.add_arguments(parser)
     parser.add_argument(
         "--temperature",
-        type=_temperature,
-        default=1.0,
-        help="logits are divided by it; what was generated at T scores alike at T (default: 1)",
+        type=as_temperature,
+        help="logits are divided by it; what was generated at T scores alike at T, and 0 is as 1 "
+        "(default: a line's own, which generate writes, else 1)",
     )
-
-
-def _temperature(text: str) -> float:
-    value = float(text)
-    if not (math.isfinite(value) and value >= 0):
-        raise argparse.ArgumentTypeError(f"must be finite and not negative, got {text}")
-    return value
 
 
 @dataclasses.dataclass(frozen=True)
 class Sequence:
-    """A line to score. tokens: int32, at least 2. extra: what else to write of it."""
+    """A line to score.
+
+    tokens: int32, at least 2. factor: scales logits. extra: what else to write of it.
+    """
 
     line: Line
     tokens: np.ndarray
+    factor: float
     extra: dict[str, Any]
 
 
@@ -62,19 +62,19 @@ def run(args: argparse.Namespace) -> int:
         for line in lines:
             try:
                 tokens, extra = _tokens(line, model)
+                factor = _factor(line, args.temperature)
             except BadLine as error:
                 writer.put(line, error)
                 continue
             if len(tokens) == 1:  # nothing stands before it
                 writer.put(line, {"logprobs": [], **extra})
             else:
-                sequences.append(Sequence(line, np.asarray(tokens, np.int32), extra))
-        factor = float(inverse_temperature(args.temperature))
+                sequences.append(Sequence(line, np.asarray(tokens, np.int32), factor, extra))
         leaf = _leaf_tokens(sequences, model.policy.chunk)
         scorer = Scorer(model.config, model.policy, model.layout, model.mesh, leaf)
         with tqdm(total=len(sequences), desc="score", unit="line", disable=None) as progress:
             for batch in _batches(sequences, leaf * model.policy.batch_leaves):
-                scored = scorer(model.params, [Example(s.tokens, 1, factor) for s in batch])
+                scored = scorer(model.params, [Example(s.tokens, 1, s.factor) for s in batch])
                 for sequence, result in zip(batch, scored, strict=True):
                     writer.put(sequence.line, _result(sequence, result))
                 progress.update(len(batch))
@@ -96,22 +96,43 @@ def _tokens(line: Line, model: Session) -> tuple[list[int], dict[str, Any]]:
     """
     if isinstance(line.value, BadLine):
         raise line.value
-    given = set(line.value)
+    if "error" in line.value:
+        raise BadLine(f"it is an error itself: {line.value['error']}")
+    given = set(line.value) & {"tokens", "prompt", "response", "prompt_ids", "token_ids"}
     vocab, most = model.config.vocab_size, model.config.max_position_embeddings
     extra: dict[str, Any] = {}
-    if "tokens" in given and not given & {"prompt", "response"}:
+    if given == {"tokens"}:
         tokens = jsonl.token_ids(line.value["tokens"], "tokens", vocab)
-    elif {"prompt", "response"} <= given and "tokens" not in given:
+    elif given == {"prompt", "response"}:
         prompt, response = (
             model.encode(jsonl.text(line.value[name], name)) for name in ("prompt", "response")
         )
         tokens = jsonl.token_ids(prompt + response, "the text", vocab)
         extra = {"tokens": tokens, "prompt_length": len(prompt)}
+    elif given == {"prompt_ids", "token_ids"}:
+        prompt, response = (
+            jsonl.token_ids(line.value[name], name, vocab) for name in ("prompt_ids", "token_ids")
+        )
+        tokens = prompt + response
+        extra = {"tokens": tokens, "prompt_length": len(prompt)}
     else:
-        raise BadLine('a line has either "tokens" or "prompt" and "response"')
+        raise BadLine(
+            'a line has either "tokens", or "prompt" and "response", or "prompt_ids" and '
+            '"token_ids"'
+        )
     if len(tokens) > most:
         raise BadLine(f"{len(tokens)} tokens, the model takes {most}")
     return tokens, extra
+
+
+def _factor(line: Line, temperature: float | None) -> float:
+    """What scales a line's logits: the command's temperature, or else the line's own, or else 1."""
+    assert not isinstance(line.value, BadLine)
+    if temperature is None:
+        temperature = line.value.get("temperature", 1.0)
+    if wrong := bad_temperature(temperature):
+        raise BadLine(wrong)
+    return float(inverse_temperature(temperature))
 
 
 def _leaf_tokens(sequences: list[Sequence], chunk: int) -> int:

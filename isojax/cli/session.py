@@ -2,14 +2,14 @@
 
 import argparse
 import dataclasses
-import json
-import os
+from collections.abc import Mapping
 from pathlib import Path
 
-import jax
 from jax.sharding import Mesh
 
+from isojax.arguments import as_layout, provide_devices
 from isojax.cli.jsonl import BadLine
+from isojax.files import json_object
 from isojax.mesh import Layout
 from isojax.models import hf
 from isojax.models.config import ModelConfig
@@ -33,18 +33,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--mesh",
-        type=_layout,
+        type=as_layout,
         default=Layout(),
         metavar="DxM",
         help="data ranks x model ranks (default: 1x1); it cannot change a bit of the output",
     )
-
-
-def _layout(text: str) -> Layout:
-    try:
-        return Layout.parse(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,9 +63,7 @@ class Session:
         if not args.output.absolute().parent.is_dir():
             raise ValueError(f"--output {args.output} is in no folder that exists")
         folder, layout = args.checkpoint, args.mesh
-        forced = "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
-        if layout.devices > 1 and not forced:  # the CPU has as many devices as it is told to
-            jax.config.update("jax_num_cpu_devices", layout.devices)
+        provide_devices(layout)
         policy = Policy(compute_dtype=args.dtype or _stored_dtype(folder))
         mesh = layout.mesh()
         config, params = hf.load(folder, mesh, layout, policy)
@@ -92,8 +83,10 @@ class Session:
 
 def _stored_dtype(folder: Path) -> DTypeName:
     """float32 if config.json says that the checkpoint is, else bfloat16."""
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    config = json_object(folder / hf.CONFIG)
     for section in (config.get("text_config") or {}, config):
+        if not isinstance(section, Mapping):
+            continue  # the model's config says so, where it is read
         stored = section.get("dtype") or section.get("torch_dtype")
         if stored:
             return "float32" if stored == "float32" else "bfloat16"

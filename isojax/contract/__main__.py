@@ -3,12 +3,13 @@
 import argparse
 import sys
 
+from isojax.arguments import Parser
 from isojax.contract import command
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run a verb; exit status 2 is a refusal."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m isojax.contract",
         description=command.__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,

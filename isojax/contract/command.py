@@ -10,13 +10,13 @@ import sys
 from pathlib import Path
 
 from isojax import config_io
+from isojax.arguments import as_layout
 from isojax.config import RunConfig
 from isojax.contract import diff as differ
 from isojax.contract.audit import findings
 from isojax.contract.build import build
 from isojax.contract.canonical import readable
 from isojax.contract.contract import Contract, load
-from isojax.mesh import Layout
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -66,7 +66,7 @@ def _config_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--device", help="compute capability (default sm_90)")
     parser.add_argument(
-        "--mesh", action="append", type=Layout.parse, metavar="DxM",
+        "--mesh", action="append", type=as_layout, metavar="DxM",
         help="a mesh whose programs are recorded; may be repeated (default: the config's)",
     )  # fmt: skip
 

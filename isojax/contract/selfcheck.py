@@ -10,11 +10,11 @@ import dataclasses
 from pathlib import Path
 
 from isojax import config_io
+from isojax.arguments import as_layout, provide_devices
 from isojax.config import RunConfig, resolve_model
 from isojax.contract import canary, claims
 from isojax.contract.bisect import Bisector
 from isojax.contract.startup import bisected
-from isojax.mesh import Layout
 from isojax.models import hf
 from isojax.models.init import init_params
 from isojax.sampler.settings import engine_config, executor
@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's arguments."""
     parser.add_argument("--config", required=True, type=Path, help="settings of a run (TOML)")
     parser.add_argument("--checkpoint", help="weights (default: the config's, else random)")
-    parser.add_argument("--mesh", type=Layout.parse, metavar="DxM", help="default: the config's")
+    parser.add_argument("--mesh", type=as_layout, metavar="DxM", help="default: the config's")
     parser.add_argument(
         "--bisect", action="store_true", help="follow a sequence op by op, even if nothing parts"
     )
@@ -36,6 +36,7 @@ def run(arguments: argparse.Namespace) -> int:
     config = config_io.load(arguments.config)
     changed = {"checkpoint": arguments.checkpoint, "mesh": arguments.mesh}
     config = dataclasses.replace(config, **{k: v for k, v in changed.items() if v})
+    provide_devices(config.mesh)
     exact, lines = self_check(config, bisect=arguments.bisect)
     print("\n".join(lines))
     return int(not exact)

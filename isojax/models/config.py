@@ -1,7 +1,9 @@
 """ModelConfig: the architecture of a Qwen3-family model, to and from a Hugging Face config.json."""
 
 import dataclasses
-from collections.abc import Mapping
+import json
+import math
+from collections.abc import Callable, Mapping
 from typing import Any
 
 FULL_ATTENTION = "full_attention"
@@ -182,7 +184,12 @@ class ModelConfig:
         Raises:
           ValueError: one message with everything that is missing or not supported.
         """
-        text = {**config, **config["text_config"]} if config.get("text_config") else dict(config)
+        problems = _mistyped(config)
+        if not problems and config.get("text_config"):
+            problems = _mistyped(config["text_config"])
+        if problems:
+            raise ValueError("config.json: " + "; ".join(problems))
+        text = {**config, **(config.get("text_config") or {})}
         if "tie_word_embeddings" in config:  # the outer flag is the one that transformers obeys
             text["tie_word_embeddings"] = config["tie_word_embeddings"]
         model_type = str(text.get("model_type", "")).removesuffix("_text")
@@ -311,6 +318,62 @@ class ModelConfig:
         return config
 
 
+_INTEGERS = (
+    "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+    "head_dim", "intermediate_size", "max_position_embeddings", "num_experts", "num_local_experts",
+    "num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size",
+    "linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim",
+    "linear_value_head_dim", "linear_conv_kernel_dim", "full_attention_interval",
+    "decoder_sparse_step", "bos_token_id", "pad_token_id",
+)  # fmt: skip
+_NUMBERS = ("rms_norm_eps", "rope_theta", "partial_rotary_factor")
+_FLAGS = (
+    "tie_word_embeddings", "norm_topk_prob", "use_sliding_window", "attention_bias",
+    "attn_output_gate",
+)  # fmt: skip
+_ROPES = ("rope_scaling", "rope_parameters")
+
+
+def _integer(value: Any) -> bool:
+    return type(value) is int
+
+
+def _number(value: Any) -> bool:
+    return type(value) is int or (type(value) is float and math.isfinite(value))
+
+
+def _list_of(kind: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, list) and all(map(kind, value))
+
+
+def _mistyped(config: Mapping[str, Any]) -> list[str]:
+    """The keys that are read, and do not hold what they should; null stands for a missing key."""
+    kinds: dict[str, tuple[Callable[[Any], bool], str]] = {
+        **dict.fromkeys(_INTEGERS, (_integer, "an integer")),
+        **dict.fromkeys(_NUMBERS, (_number, "a finite number")),
+        **dict.fromkeys(_FLAGS, (lambda value: isinstance(value, bool), "true or false")),
+        **dict.fromkeys(
+            ("text_config", *_ROPES), (lambda value: isinstance(value, Mapping), "an object")
+        ),
+        "layer_types": (_list_of(lambda value: isinstance(value, str)), "a list of strings"),
+        "mlp_only_layers": (_list_of(_integer), "a list of integers"),
+        "eos_token_id": (
+            lambda value: _integer(value) or _list_of(_integer)(value),
+            "an integer or a list of integers",
+        ),
+    }
+    problems = [
+        f"{key} is {json.dumps(config[key], default=str)[:40]}, not {wanted}"
+        for key, (good, wanted) in kinds.items()
+        if config.get(key) is not None and not good(config[key])
+    ]
+    for rope in _ROPES:
+        inner = config.get(rope)
+        if isinstance(inner, Mapping):
+            problems += [f"{rope}.{problem}" for problem in _mistyped(inner)]
+    return problems
+
+
 def _ids(value: int | list[int] | None) -> tuple[int, ...]:
     if value is None:
         return ()
@@ -349,10 +412,12 @@ def _unsupported(text: Mapping[str, Any], model_type: str) -> list[str]:
     rope = _rope(text)
     if any(isinstance(value, Mapping) for value in rope.values()):
         problems.append("rotary settings that differ between layer types are not supported")
-    rope_type = rope.get("rope_type", rope.get("type", "default"))
-    # mrope gives text three equal position ids, which is the ordinary rotary embedding
-    if rope_type not in ("default", "mrope"):
-        problems.append(f"rope_type {rope_type!r} is not supported (only 'default')")
+    for key in _ROPES:
+        settings = text.get(key) or {}
+        rope_type = settings.get("rope_type", settings.get("type", "default"))
+        # mrope gives text three equal position ids, which is the ordinary rotary embedding
+        if rope_type not in ("default", "mrope"):
+            problems.append(f"{key}: rope_type {rope_type!r} is not supported (only 'default')")
     if rope.get("partial_rotary_factor", 1.0) != 1.0 and model_type not in _HYBRID:
         problems.append(f"partial_rotary_factor is not supported for {model_type}")
     if text.get("use_sliding_window") or "sliding_attention" in (text.get("layer_types") or ()):

@@ -22,6 +22,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh
 
+from isojax.files import json_object
 from isojax.mesh import Layout
 from isojax.models import qwen3, qwen3_5, qwen3_5_moe, qwen3_moe, qwen3_next, safetensors
 from isojax.models.config import ModelConfig
@@ -41,6 +42,7 @@ FAMILIES: dict[str, ModuleType] = {
 }
 
 WEIGHTS = "model.safetensors"
+CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
 SOURCE_DTYPES = (np.dtype(np.float32), np.dtype(np.float16), np.dtype(jnp.bfloat16))
 SHARD_BYTES = 5 * 10**9
@@ -132,14 +134,28 @@ def load(
 
 
 def load_config(folder: str | os.PathLike[str]) -> ModelConfig:
-    """The ModelConfig that a checkpoint's config.json describes."""
-    return ModelConfig.from_hf(json.loads((Path(folder) / "config.json").read_text()))
+    """The ModelConfig that a checkpoint's config.json describes.
+
+    Raises:
+      ValueError, FileNotFoundError: it describes none, or there is no such file.
+    """
+    described = json_object(Path(folder) / CONFIG)
+    try:
+        return ModelConfig.from_hf(described)
+    except ValueError as error:  # which begins with the file's name
+        raise ValueError(f"{Path(folder)}/{error}") from None
 
 
 def _open(folder: Path) -> dict[str, np.ndarray]:
     """All tensors of a checkpoint as lazy views, in whatever files they are."""
     if (folder / INDEX).exists():
-        weight_map = json.loads((folder / INDEX).read_text())["weight_map"]
+        weight_map = json_object(folder / INDEX).get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise ValueError(f"{folder / INDEX}: its weight_map names no tensors")
+        if odd := [file for file in weight_map.values() if not isinstance(file, str)]:
+            raise ValueError(f"{folder / INDEX}: {odd[0]!r} in its weight_map is no file name")
+        if absent := sorted({f for f in weight_map.values() if not (folder / f).is_file()}):
+            raise FileNotFoundError(f"{folder} lacks files that {INDEX} names: {', '.join(absent)}")
         files = {
             name: safetensors.open_file(folder / name) for name in sorted(set(weight_map.values()))
         }
@@ -262,7 +278,7 @@ def save(
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
     text = json.dumps(config.to_hf(str(params["embed"].dtype)), indent=2, sort_keys=True)
-    (folder / "config.json").write_text(text + "\n")
+    (folder / CONFIG).write_text(text + "\n")
 
 
 Entry = tuple[str, np.dtype, tuple[int, ...]]  # name, dtype and shape of a tensor to write

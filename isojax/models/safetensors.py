@@ -8,10 +8,12 @@ Format: https://huggingface.co/docs/safetensors
 """
 
 import json
+import math
 import os
 import struct
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any, TypeGuard
 
 import jax.numpy as jnp
 import numpy as np
@@ -51,24 +53,38 @@ def open_file(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
     try:
         header = json.loads(data[8 : 8 + length].tobytes())
         header.pop("__metadata__", None)
-        entries = {
-            name: (entry["dtype"], tuple(entry["shape"]), *entry["data_offsets"])
-            for name, entry in header.items()
-        }
-    except (UnicodeDecodeError, ValueError, KeyError, TypeError, AttributeError) as error:
+        entries = {name: _entry(name, entry) for name, entry in header.items()}
+    except (ValueError, RecursionError, TypeError, AttributeError) as error:
         raise ValueError(f"{path}: the header is not safetensors JSON ({error})") from None
     tensors = {}
     for name, (code, shape, begin, end) in entries.items():
         if code not in DTYPES:
             raise ValueError(f"{path}: {name} has dtype {code}, which is not known here")
         dtype = DTYPES[code]
-        count = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
-        if end - begin != count or begin < 0 or 8 + length + end > size:
+        count = math.prod(shape) * dtype.itemsize
+        if end - begin != count or 8 + length + end > size:
             raise ValueError(
                 f"{path}: {name} {code}{list(shape)} does not fit bytes {begin} to {end}"
             )
         tensors[name] = data[8 + length + begin : 8 + length + end].view(dtype).reshape(shape)
     return tensors
+
+
+def _entry(name: str, entry: Any) -> tuple[str, tuple[int, ...], int, int]:
+    """A tensor's dtype, shape, and the two ends of its bytes, as its entry in the header says.
+
+    Raises:
+      ValueError: if it does not say them.
+    """
+    fields = entry if isinstance(entry, dict) else {}
+    code, shape, span = (fields.get(key) for key in ("dtype", "shape", "data_offsets"))
+    if not isinstance(code, str) or not _sizes(shape) or not _sizes(span) or len(span) != 2:
+        raise ValueError(f"{name} is {json.dumps(entry)[:100]}")
+    return code, tuple(shape), span[0], span[1]
+
+
+def _sizes(value: Any) -> TypeGuard[list[int]]:
+    return isinstance(value, list) and all(type(size) is int and size >= 0 for size in value)
 
 
 def write_file(
@@ -87,7 +103,7 @@ def write_file(
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     at = 0
     for name, dtype, shape in entries:
-        end = at + int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+        end = at + math.prod(shape) * dtype.itemsize
         header[name] = {"dtype": CODES[dtype], "shape": list(shape), "data_offsets": [at, end]}
         at = end
     text = json.dumps(header, separators=(",", ":")).encode()

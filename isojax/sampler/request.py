@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -73,6 +73,27 @@ def inverse_temperature(temperature: float) -> np.float32:
     return np.float32(1.0) if temperature == 0 else np.float32(1.0 / temperature)
 
 
+def bad_temperature(value: Any) -> str | None:
+    """Why logits cannot be divided by a temperature, or None; 0 stands for greedy."""
+    if wrong := _not_finite("temperature", value):
+        return wrong
+    if value < 0:
+        return f"temperature must not be negative, got {value}"
+    if value and 1.0 / float(value) > float(np.finfo(np.float32).max):
+        return f"temperature {value} is too small; 0 is greedy"
+    return None
+
+
+def _not_finite(name: str, value: Any) -> str | None:
+    if isinstance(value, bool) or not isinstance(value, (int, float, np.number)):
+        return f"{name} must be a number, got {value!r}"
+    try:
+        finite = math.isfinite(value)
+    except OverflowError:  # an integer that no float holds
+        finite = False
+    return None if finite else f"{name} must be finite, got {value}"
+
+
 def problem(request: Request, vocab_size: int, max_model_len: int) -> str | None:
     """Why a request cannot be served, or None."""
     try:
@@ -101,16 +122,11 @@ def _bad_setting(request: Request, vocab_size: int) -> str | None:
             return f"{name} must be an integer of at least {least}, got {value!r}"
     if request.seed >= 2**64:
         return f"seed must be below 2**64, got {request.seed}"
-    for name in ("temperature", "top_p", "min_p"):
-        value = getattr(request, name)
-        if isinstance(value, bool) or not isinstance(value, (int, float, np.number)):
-            return f"{name} must be a number, got {value!r}"
-        if not math.isfinite(value):
-            return f"{name} must be finite, got {value}"
-    if request.temperature < 0:
-        return f"temperature must not be negative, got {request.temperature}"
-    if request.temperature and 1.0 / float(request.temperature) > float(np.finfo(np.float32).max):
-        return f"temperature {request.temperature} is too small; 0 is greedy"
+    wrong = bad_temperature(request.temperature)
+    for name in ("top_p", "min_p"):
+        wrong = wrong or _not_finite(name, getattr(request, name))
+    if wrong:
+        return wrong
     if np.float32(request.top_p) <= 0 or request.top_p > 1:
         return f"top_p must be within (0, 1], got {request.top_p}"
     if not 0 <= request.min_p <= 1:

@@ -5,13 +5,64 @@ their own dtype are one cast away and are not stored. Beside them lies a JSON ob
 else that a run needs to go on.
 """
 
+from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import orbax.checkpoint as ocp
+from jax.sharding import SingleDeviceSharding
 
+from isojax.mesh import Layout
+from isojax.models.config import ModelConfig
+from isojax.models.params import Params, parameters
+from isojax.numerics.policy import Policy
 from isojax.trainer.step import Trainer, TrainState
+
+
+def load_weights(
+    folder: Path, model: ModelConfig, policy: Policy, step: int | None = None
+) -> tuple[int, Params]:
+    """The weights in a folder that `Checkpoints` wrote, in their dtypes, in the host's memory.
+
+    step: whose (default: the newest). Reads the master weights alone, and changes nothing in the
+    folder, where a run may be at work. Returns the step and the weights.
+
+    Raises:
+      FileNotFoundError: there is no such checkpoint.
+      ValueError: it is one of another model.
+    """
+    if not folder.is_dir():
+        raise FileNotFoundError(f"{folder} is not a folder")
+    steps = sorted(ocp.utils.checkpoint_steps(folder.absolute()))
+    if not steps or step not in (None, *steps):
+        sought = "checkpoint" if step is None else f"checkpoint of step {step}"
+        there = ", ".join(map(str, steps)) or "none"
+        raise FileNotFoundError(f"no {sought} in {folder}; there are: {there}")
+    step = steps[-1] if step is None else step
+    path = folder.absolute() / str(step) / "state"
+    described = parameters(model, policy, Layout())
+    here = SingleDeviceSharding(jax.devices("cpu")[0])
+    wanted = jax.tree.map(
+        lambda p: jax.ShapeDtypeStruct(p.shape, jnp.float32, sharding=here), described
+    )
+    with closing(ocp.PyTreeCheckpointHandler()) as handler:
+        stored, optimizer = handler.metadata(path).tree
+        if differing := sorted(set(_shapes(wanted)) ^ set(_shapes(stored))):
+            raise ValueError(f"{path.parent} is not a checkpoint of this model: {differing[0]}")
+        tree = (wanted, jax.tree.map(lambda _: ocp.PLACEHOLDER, optimizer))
+        restore = ocp.checkpoint_utils.construct_restore_args(tree)
+        args = ocp.args.PyTreeRestore(tree, restore_args=restore)
+        weights, _ = handler.restore(path, args=args)
+    return step, jax.tree.map(lambda p, m: m.astype(p.dtype), described, weights)
+
+
+def _shapes(tree: Any) -> Iterator[str]:
+    """Each array's place in the tree and its shape."""
+    for place, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        yield f"{jax.tree_util.keystr(place)} {list(leaf.shape)}"
 
 
 class Checkpoints:
