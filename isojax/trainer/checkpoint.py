@@ -124,7 +124,9 @@ def _position(manager: ocp.CheckpointManager, step: int) -> dict[str, Any]:
 def _json(manager: ocp.CheckpointManager, step: int, name: str) -> dict[str, Any]:
     """A JSON object of a checkpoint."""
     try:
-        return dict(manager.restore(step, args=ocp.args.Composite(**{name: ocp.args.JsonRestore()}))[name])
+        return dict(
+            manager.restore(step, args=ocp.args.Composite(**{name: ocp.args.JsonRestore()}))[name]
+        )
     except PermissionError:
         raise
     except Exception as error:
