@@ -35,10 +35,10 @@ class Interrupts:
         return self
 
     def __exit__(self, *exception: object) -> None:
+        self._watch.close()
         for number, handler in self._previous.items():
             signal.signal(number, handler)
         self._previous.clear()
-        self._watch.close()
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self._pending or not (self._held or self._apart):
