@@ -393,7 +393,8 @@ def _parse(columns: Mapping[str, Any] | str, config: DataConfig) -> Row:
     """
     if isinstance(columns, str):
         raise DataError(columns)
-    question, answer = columns.get(config.prompt_column), columns.get(config.answer_column)
+    question: Any = columns.get(config.prompt_column)
+    answer: Any = columns.get(config.answer_column)
     problems = [_question_problem(question, config.prompt_column)]
     if answer is not None:
         problems.append(_answer_problem(answer, config.answer_column))
