@@ -75,7 +75,7 @@ class Interrupts:
             name = signal.Signals(number[0]).name
             if said:
                 text = f"{name} again: stopping now\n"
-            elif self._held:
+            elif self._held or self._apart:
                 text = f"{name}: stopping after this step; a second signal cuts it short\n"
             else:
                 text = f"{name}: stopping\n"
