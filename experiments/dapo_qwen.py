@@ -71,7 +71,7 @@ def job(own: argparse.Namespace, overrides: dict[str, Any]) -> int:
     try:
         config = load(path, overrides)
         if own.resume and finished(config):
-            say(f"finished: {config.folder} has its {config.steps} steps; --steps N adds more")
+            say(f"finished: {config.folder} has its {config.steps} steps; --steps N goes on to N")
             return distributed.leave(0)
         run = Run(
             config,

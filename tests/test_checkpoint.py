@@ -1,6 +1,7 @@
 """A damaged checkpoint is found, named, and got round by way of an older one."""
 
 import shutil
+from contextlib import closing
 
 import pytest
 
@@ -48,15 +49,15 @@ def largest(folder):
 def test_a_damaged_state_is_named_and_an_older_one_serves(folder, damage):
     trainer = trainer_of("dense", "1x1")
     damage(folder / "5" / "state")
-    with pytest.raises(CheckpointError) as error:
-        Checkpoints(folder, trainer).restore()
+    with closing(Checkpoints(folder, trainer)) as found, pytest.raises(CheckpointError) as error:
+        found.restore()
     first, last = str(error.value).splitlines()
     assert first.startswith(f"checkpoint {folder / '5'} is damaged: state: ")
     assert last.startswith(f"older ones: 3; to go on from 3, move {folder / '5'} out of")
     (folder / "5").rename(folder.parent / "5")  # as the message says
-    found = Checkpoints(folder, trainer)
-    assert found.position() == {"step": 3}
-    assert_same_bits(host(found.restore()), host(start(trainer)))
+    with closing(Checkpoints(folder, trainer)) as found:
+        assert found.position() == {"step": 3}
+        assert_same_bits(host(found.restore()), host(start(trainer)))
 
 
 @pytest.mark.parametrize("text", ["", "{", '{"step": 7}', "[5]", None])
@@ -65,16 +66,18 @@ def test_a_damaged_position_is_named(folder, text):
     path.unlink()
     if text is not None:
         path.write_text(text)
-    with pytest.raises(CheckpointError, match="5 is damaged: position/metadata: "):
-        Checkpoints(folder, trainer_of("dense", "1x1")).position()
+    with closing(Checkpoints(folder, trainer_of("dense", "1x1"))) as found:
+        with pytest.raises(CheckpointError, match="5 is damaged: position/metadata: "):
+            found.position()
     shutil.rmtree(folder / "3")
     with pytest.raises(CheckpointError, match="there is no older one"):
         newest_position(folder)
 
 
 def test_a_checkpoint_of_another_model_is_not_called_damaged(folder):
-    with pytest.raises(ValueError, match="5 is one of another model"):
-        Checkpoints(folder, trainer_of("moe", "1x1")).restore()
+    with closing(Checkpoints(folder, trainer_of("moe", "1x1"))) as found:
+        with pytest.raises(ValueError, match="5 is one of another model"):
+            found.restore()
 
 
 def test_the_newest_position(folder, tmp_path):

@@ -107,7 +107,9 @@ def newest_position(folder: Path) -> dict[str, Any] | None:
     Raises:
       CheckpointError: if it is damaged.
     """
-    options = ocp.CheckpointManagerOptions(read_only=True)
+    if not folder.is_dir():
+        return None
+    options = ocp.CheckpointManagerOptions(create=False)  # nor does it write: a look only
     with ocp.CheckpointManager(folder.absolute(), options=options) as manager:
         step = manager.latest_step()
         return None if step is None else _position(manager, step)
