@@ -9,6 +9,7 @@ or with --coordinator, --processes and --process.
 
 import argparse
 import logging
+import os
 import sys
 import traceback
 from pathlib import Path
@@ -18,8 +19,13 @@ from isojax import distributed
 from isojax.config_io import add_arguments, load, parse_arguments
 from isojax.contract.canonical import ContractError
 from isojax.distributed import MismatchError
-from isojax.rl.loop import DisagreementError, NotFiniteError, Run
+from isojax.report.metrics import MetricsError
+from isojax.rl.data import DataError
+from isojax.rl.loop import DisagreementError, NotFiniteError, Run, finished
+from isojax.trainer.checkpoint import CheckpointError
 
+# what a user mends; a ValueError of another kind is a defect and keeps its traceback
+USER_ERRORS = (DataError, MetricsError, OSError, ImportError)
 TINY = Path(__file__).parents[1] / "configs" / "tiny.toml"
 
 
@@ -59,17 +65,24 @@ def job(own: argparse.Namespace, overrides: dict[str, Any]) -> int:
     """The run that the arguments ask for; the exit status."""
     path = own.config or TINY
     if own.resume:
-        path = own.resume / "config.toml"
-        overrides |= {"runs_dir": str(own.resume.parent), "name": own.resume.resolve().name}
+        folder = Path(os.path.abspath(own.resume))  # "." has neither a name nor a parent
+        path = folder / "config.toml"
+        overrides |= {"runs_dir": str(folder.parent), "name": folder.name}
     try:
+        config = load(path, overrides)
+        if own.resume and finished(config):
+            say(f"finished: {config.folder} has its {config.steps} steps; --steps N goes on to N")
+            return distributed.leave(0)
         run = Run(
-            load(path, overrides),
+            config,
             resume=own.resume is not None,
             accept_contract_change=own.accept_contract_change,
             pinned=own.contract,
             known=Path(path).with_suffix(".contract.json"),
         )
-    except (ContractError, MismatchError, ValueError, OSError) as error:
+    except (
+        ContractError, CheckpointError, MismatchError, ValueError, OSError, ImportError,
+    ) as error:  # fmt: skip
         return distributed.fail(str(error), 2)
     folder = run.config.folder
     distributed.advise(f"go on with: --resume {folder}")
@@ -80,7 +93,9 @@ def job(own: argparse.Namespace, overrides: dict[str, Any]) -> int:
             return distributed.fail("stopped amid a step", 130)
         say(f"stopped; go on with: --resume {folder}", sys.stderr)
         return distributed.leave(130)
-    except (ContractError, DisagreementError, MismatchError, NotFiniteError) as error:
+    except (
+        ContractError, DisagreementError, MismatchError, NotFiniteError, *USER_ERRORS,
+    ) as error:  # fmt: skip
         return distributed.fail(str(error), 1)
     say(f"done: {folder}")
     return distributed.leave(0)

@@ -1,6 +1,7 @@
 """The settings of a run, as frozen dataclasses; `config_io.py` reads and writes them."""
 
 import dataclasses
+import math
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,6 +16,13 @@ def _at_least(section: Any, minimum: float, *names: str) -> None:
         value = getattr(section, name)
         if not value >= minimum:
             raise ValueError(f"{name} must be at least {minimum}, got {value}")
+
+
+def _finite(section: Any, *names: str) -> None:
+    for name in names:
+        value = getattr(section, name)
+        if not math.isfinite(value):
+            raise ValueError(f"{name} must be finite, got {value}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,8 +57,7 @@ class SamplerConfig:
     def __post_init__(self) -> None:
         _at_least(self, 1, "max_tokens", "max_sequences", "max_batch_tokens", "bucket_sizes")
         _at_least(self, 0, "temperature", "top_k", "min_p", "pages")
-        if self.temperature == float("inf"):
-            raise ValueError("temperature must be finite")
+        _finite(self, "temperature")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p must be within (0, 1], got {self.top_p}")
         if self.min_p > 1:
@@ -93,10 +100,12 @@ class TrainerConfig:
         _at_least(self, 0, "learning_rate", "warmup_steps", "weight_decay", "max_grad_norm")
         _at_least(self, 0, "beta1", "beta2", "checkpoint_every")
         _at_least(self, 1, "minibatch_prompts", "microbatch_tokens", "keep_checkpoints")
+        _finite(self, "learning_rate", "weight_decay", "epsilon")
         if self.epsilon <= 0:
             raise ValueError(f"epsilon must be positive, got {self.epsilon}")
-        if self.beta1 >= 1 or self.beta2 >= 1:
-            raise ValueError("beta1 and beta2 must be below 1")
+        for name in ("beta1", "beta2"):
+            if getattr(self, name) >= 1:
+                raise ValueError(f"{name} must be below 1, got {getattr(self, name)}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,6 +123,7 @@ class WarmStartConfig:
 
     def __post_init__(self) -> None:
         _at_least(self, 0, "steps", "learning_rate")
+        _finite(self, "learning_rate")
         _at_least(self, 1, "prompts")
 
 
@@ -155,7 +165,7 @@ class AlgorithmConfig:
         _at_least(self, 0, "clip_high", "overlong_buffer", "overlong_penalty")
         if not 0 <= self.clip_low < 1:
             raise ValueError(f"clip_low must be within [0, 1), got {self.clip_low}")
-        if self.dual_clip <= 1:
+        if not self.dual_clip > 1:
             raise ValueError(f"dual_clip must be above 1, got {self.dual_clip}")
 
 

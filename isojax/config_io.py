@@ -6,6 +6,7 @@ lines of the dataclasses' docstrings.
 """
 
 import argparse
+import copy
 import dataclasses
 import difflib
 import json
@@ -33,7 +34,8 @@ def load(path: str | Path | None = None, overrides: Mapping[str, Any] | None = N
     overrides: {"sampler.max_tokens": 64}; values have the types that TOML would give.
 
     Raises:
-      ConfigError: unknown keys (with the nearest known one), wrong types, impossible values.
+      ConfigError: unknown keys (with the nearest known one), wrong types, impossible values; it
+        says whether they are the file's or the command line's, which overrides stand for.
     """
     table: dict[str, Any] = {}
     if path is not None:
@@ -43,6 +45,7 @@ def load(path: str | Path | None = None, overrides: Mapping[str, Any] | None = N
             raise ConfigError(f"{path}: {error.strerror}") from None
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
             raise ConfigError(f"{path}: {error}") from None
+    written = copy.deepcopy(table)
     for name, value in (overrides or {}).items():
         *tables, key = name.split(".")
         inner = table
@@ -52,7 +55,26 @@ def load(path: str | Path | None = None, overrides: Mapping[str, Any] | None = N
     try:
         return build(RunConfig, table)
     except ConfigError as error:
-        raise ConfigError(f"{path}: {error}" if path is not None else str(error)) from None
+        raise ConfigError(_blame(str(error), path, written, overrides)) from None
+
+
+def _blame(
+    problem: str,
+    path: str | Path | None,
+    written: Mapping[str, Any],
+    overrides: Mapping[str, Any] | None,
+) -> str:
+    """A problem and where it comes from: the file as it is `written`, overrides, or the two."""
+    if path is None:
+        return problem
+    if not overrides:
+        return f"{path}: {problem}"
+    try:
+        build(RunConfig, written)
+    except ConfigError as error:
+        both = str(error) != problem
+        return f"{path}{' with the command line' if both else ''}: {problem}"
+    return f"command line: {problem}"
 
 
 def build[T](cls: type[T], table: Mapping[str, Any]) -> T:
@@ -164,8 +186,10 @@ def _build[T](cls: type[T], table: Any, prefix: str, problems: list[str]) -> T |
     try:
         return cls(**values)
     except ValueError as error:
-        section = f"[{prefix.rstrip('.')}] " if prefix else ""
-        problems.append(f"{section}{error}")
+        named = str(error).split(maxsplit=1)[:1]
+        # a message that begins with a field's name is completed to the option's
+        where = prefix if named and named[0] in fields else f"[{prefix.rstrip('.')}] "
+        problems.append(f"{where if prefix else ''}{error}")
         return None
 
 

@@ -42,6 +42,11 @@ class Layout:
     context: int = 1
     sequence_parallel: bool = False
 
+    def __post_init__(self) -> None:
+        for name in ("data", "model", "context"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+
     @property
     def devices(self) -> int:
         return self.data * self.context * self.model

@@ -64,7 +64,15 @@ def test_unknown_keys_suggest_the_nearest_name(tmp_path):
         ("sampler.stop = [1]", "sampler.stop.0.: expected string, got 1"),
         ("sampler = 3", "sampler: expected a table"),
         ('policy.evaluation = "mosaik"', "did you mean mosaic"),
-        ("policy.leaves = 3", "power of two"),
+        ("policy.leaves = 3", "c.toml: policy.leaves must be a power of two"),
+        ("policy.vocab_block = 0", "policy.vocab_block must be at least 1, got 0"),
+        ("policy.kv_segment = 0", "policy.kv_segment must be a multiple of kv_block .64., got 0"),
+        ("policy.l2_epsilon = nan", "policy.l2_epsilon must be finite"),
+        ("mesh.data = 0", "mesh.data must be at least 1, got 0"),
+        ("trainer.keep_checkpoints = 0", "trainer.keep_checkpoints must be at least 1"),
+        ("trainer.learning_rate = inf", "trainer.learning_rate must be finite, got inf"),
+        ("trainer.epsilon = nan", "trainer.epsilon must be finite"),
+        ("algorithm.dual_clip = nan", "algorithm.dual_clip must be above 1"),
         ("sampler.temperature = nan", "temperature"),
         ("sampler.temperature = inf", "finite"),
         ("sampler.top_p = 0.0", "top_p"),
@@ -78,6 +86,19 @@ def test_unknown_keys_suggest_the_nearest_name(tmp_path):
 def test_wrong_values_are_named(line, message, tmp_path):
     with pytest.raises(ConfigError, match=message):
         load(write(tmp_path, f'checkpoint = "x"\n{line}\n'))
+
+
+def test_the_command_line_is_told_from_the_file(tmp_path):
+    good, nan = write(tmp_path, 'checkpoint = "x"\n'), {"sampler.temperature": float("nan")}
+    with pytest.raises(ConfigError) as error:
+        load(good, nan)
+    assert str(error.value) == "command line: sampler.temperature must be at least 0, got nan"
+    bad = write(tmp_path, 'checkpoint = "x"\n[mesh]\ndata = 0\n')
+    with pytest.raises(ConfigError, match="c.toml: mesh.data must be at least 1"):
+        load(bad, {"steps": 3})
+    with pytest.raises(ConfigError, match="c.toml with the command line: .*temperature"):
+        load(bad, nan)
+    assert load(bad, {"mesh.data": 1}).mesh.data == 1
 
 
 def test_syntax_errors_and_missing_files_are_config_errors(tmp_path):

@@ -2,11 +2,12 @@ import dataclasses
 import json
 import logging
 
+import jinja2
 import pytest
 
 from isojax.config import DataConfig
 from isojax.rl import data
-from isojax.rl.data import prompt_stream
+from isojax.rl.data import DataError, prompt_stream
 from isojax.tokenizer import Tokenizer
 
 TASK = DataConfig(task_config={"max_terms": 2, "max_digits": 1}, max_prompt_tokens=64)
@@ -119,11 +120,18 @@ def test_only_long_prompts_is_an_error(tokenizer, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('{"prompt": "a"}', "row 1: no answer or reward_model.ground_truth"),
-        ('{"answer": "a"}', "row 1: no prompt"),
-        ('{"prompt": 3, "answer": "a"}', "must be text"),
-        ('{"prompt": "a", "answer": 1}\n{oops', "rows.jsonl, line 2"),
-        ("[1]", "line 1: not an object"),
+        ('{"prompt": "a"}', "line 1: no answer or reward_model.ground_truth .columns: prompt"),
+        ('{"answer": "a"}', "line 1: no prompt"),
+        ('{"prompt": 3, "answer": "a"}', "must be text .*, not a number"),
+        ('{"prompt": "a", "answer": 1}\n{oops', "rows.jsonl, line 2: not JSON"),
+        ("[1]", "line 1: not an object but a list"),
+        ('{"prompt": " ", "answer": "a"}', "line 1: prompt is empty"),
+        ('{"prompt": [], "answer": "a"}', "line 1: prompt is empty"),
+        ('{"prompt": "a", "reward_model": "4"}', "reward_model must be a table .*, not text"),
+        ('{"prompt": "a", "answer": ["4"]}', "answer must be text or a number, not a list"),
+        ('{"prompt": "a", "answer": NaN}', "no answer"),
+        ('{"prompt": "a\\ud800", "answer": "4"}', "prompt holds a lone surrogate at character 2"),
+        ('{"prompt": "a", "answer": "\\udc00"}', "answer holds a lone surrogate at character 1"),
         ("", "has no rows"),
     ],
 )
@@ -132,6 +140,54 @@ def test_bad_files_name_the_place(tokenizer, tmp_path, text, message):
     (tmp_path / "rows.jsonl").write_text(text)
     with pytest.raises(ValueError, match=message):
         stream(tokenizer, config)
+
+
+def test_every_row_is_looked_at_when_the_file_is_opened(tokenizer, tmp_path):
+    good, bad = {"prompt": "a", "answer": 1}, {"prompt": "a", "answer": None}
+    config = jsonl(tmp_path, [good, *[bad] * 12, good])
+    with pytest.raises(DataError, match="rows.jsonl: 12 of 14 rows cannot be used") as error:
+        stream(tokenizer, config)
+    lines = str(error.value).splitlines()
+    # every row is followed by an empty line, which counts
+    assert [line.split(":")[0].rpartition(" ")[2] for line in lines[1:11]] == [
+        str(number) for number in range(3, 23, 2)
+    ]
+    assert lines[11:] == ["  and 2 more"]
+
+
+def test_bad_parquet_rows_are_named_in_their_file(tokenizer, tmp_path, monkeypatch):
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    monkeypatch.setattr(data, "_BATCH", 2)
+    for part, answers in enumerate((["1", "2", "3"], ["4", None, "6"])):
+        table = pyarrow.table({"prompt": ["a"] * 3, "answer": answers})
+        parquet.write_table(table, tmp_path / f"part-{part}.parquet")
+    config = DataConfig(source="parquet", path=str(tmp_path), reward="exact")
+    with pytest.raises(DataError, match="1 of 6 rows(.|\n)*part-1.parquet, row 2: no answer"):
+        stream(tokenizer, config)
+    (tmp_path / "README.md").write_text("about")
+    with pytest.raises(DataError, match=r"README.md: (.|\n)*pattern(.|\n)*/\*.parquet"):
+        stream(tokenizer, config)
+
+
+def test_encodings(tokenizer, tmp_path):
+    config = jsonl(tmp_path, [], shuffle=False, chat_template=False)
+    line = '{"prompt": "é", "answer": 1}\n'
+    (tmp_path / "rows.jsonl").write_bytes(line.encode("utf-8-sig"))
+    assert stream(tokenizer, config).take(1)[0].text == "é"
+    (tmp_path / "rows.jsonl").write_bytes(b'{"prompt": "e"}\n' + line.encode("latin-1"))
+    with pytest.raises(DataError, match="rows.jsonl, line 2, byte 13: not UTF-8"):
+        stream(tokenizer, config)
+
+
+def test_messages_that_the_template_refuses_are_found_at_the_start(tmp_path):
+    tokenizer = Tokenizer()
+    tokenizer._template = jinja2.Environment().from_string(
+        "{% if messages[0].role != 'user' %}{{ undefined.x }}{% endif %}"
+    )
+    rows = [{"prompt": [{"role": role, "content": "a"}], "answer": 1} for role in ("user", "tool")]
+    with pytest.raises(DataError, match="rows.jsonl, line 3: chat template"):
+        stream(tokenizer, jsonl(tmp_path, rows))
 
 
 def test_absent_file(tokenizer, tmp_path):

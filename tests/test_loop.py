@@ -93,7 +93,7 @@ def steps_of(run: Run) -> list[dict]:
 
 def test_every_step_is_exact_and_recorded(whole):
     rows = read_metrics(whole.config.folder / "metrics.jsonl")
-    assert [row["step"] for row in rows] == [0, 1, 2]
+    assert [row["step"] for row in rows] == [1, 2, 3]
     for row in rows:
         assert set(REQUIRED) <= set(row)
         assert row["logp_diff_max"] == row["logp_differing_tokens"] == 0

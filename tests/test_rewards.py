@@ -64,10 +64,18 @@ def test_own_function(monkeypatch):
     assert rewards.score([prompt("a", scale=4)], ["abc"]).tolist() == [0.75]
 
 
-@pytest.mark.parametrize("name", ["no_such_module:f", "math:no_such", "math:pi", "nonsense"])
+@pytest.mark.parametrize("name", ["no_such_module:f", "math:no_such", "math:pi", "nonsense", ":f"])
 def test_functions_that_cannot_be_loaded(name):
     with pytest.raises(ValueError, match="data.reward"):
         rewards_of(files(reward=name))
+
+
+def test_a_module_in_the_working_directory_is_found(tmp_path, monkeypatch):
+    (tmp_path / "rewards_of_mine.py").write_text("def f(response, answer, row):\n    return 2")
+    monkeypatch.setattr(sys, "path", [p for p in sys.path if p])
+    monkeypatch.chdir(tmp_path)
+    assert score(files(reward="rewards_of_mine:f"), "4", "x") == [2]
+    del sys.modules["rewards_of_mine"]
 
 
 def test_bad_pattern():

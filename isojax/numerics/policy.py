@@ -58,12 +58,16 @@ class Policy:
         ):  # fmt: skip
             value = getattr(self, name)
             if value < 1 or value & (value - 1):
-                raise ValueError(f"policy.{name} must be a power of two, got {value}")
-        if self.kv_segment % self.kv_block:
+                raise ValueError(f"{name} must be a power of two, got {value}")
+        if self.vocab_block < 1:
+            raise ValueError(f"vocab_block must be at least 1, got {self.vocab_block}")
+        if self.kv_segment < 1 or self.kv_segment % self.kv_block:
             raise ValueError(
-                f"policy.kv_segment ({self.kv_segment}) must be a multiple of "
-                f"policy.kv_block ({self.kv_block})"
+                f"kv_segment must be a multiple of kv_block ({self.kv_block}), "
+                f"got {self.kv_segment}"
             )
+        if not 0 <= self.l2_epsilon < float("inf"):
+            raise ValueError(f"l2_epsilon must be finite and at least 0, got {self.l2_epsilon}")
 
     @property
     def row_leaves(self) -> int:

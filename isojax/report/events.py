@@ -20,7 +20,7 @@ _HEADINGS = {
 class EventWriter:
     """Writes each numeric metric of a step as a scalar."""
 
-    def __init__(self, folder: str | Path, first_step: int = 0) -> None:
+    def __init__(self, folder: str | Path, first_step: int = 1) -> None:
         """Open `folder`; TensorBoard will not show earlier events of `first_step` and later.
 
         Raises:

@@ -31,11 +31,15 @@ REQUIRED = (
 )
 
 
+class MetricsError(ValueError):
+    """A metrics.jsonl that was not written by a run."""
+
+
 class MetricsWriter:
     """Appends steps to a metrics.jsonl. Each line is on disk before `write` returns."""
 
-    def __init__(self, path: str | Path, first_step: int = 0) -> None:
-        """Open for the steps from `first_step` on.
+    def __init__(self, path: str | Path, first_step: int = 1) -> None:
+        """Open for the steps from `first_step` on, which count from 1.
 
         Lines of that step and later ones, which an interrupted run may have left, are removed, and
         so is a line that was cut off while it was written.
@@ -74,7 +78,7 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
     """The steps of a metrics.jsonl; none if there is no such file. A torn last line is left out.
 
     Raises:
-      ValueError: another line is not a step.
+      MetricsError: another line is not a step.
     """
     path = Path(path)
     if not path.is_file():
@@ -88,7 +92,7 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
         except (json.JSONDecodeError, KeyError, TypeError):
             if number == len(lines):
                 break
-            raise ValueError(f"{path}, line {number}: not a training step") from None
+            raise MetricsError(f"{path}, line {number}: not a training step") from None
         rows.append(row)
     return rows
 

@@ -21,7 +21,7 @@ class Report:
     """
 
     def __init__(
-        self, folder: str | Path, config: ReportConfig, steps: int, first_step: int = 0
+        self, folder: str | Path, config: ReportConfig, steps: int, first_step: int = 1
     ) -> None:
         """folder: the run folder. steps: of the whole run. first_step: where this part begins."""
         self._folder, self._config, self._steps = Path(folder), config, steps
@@ -41,7 +41,7 @@ class Report:
             self._events.write(metrics)
         print(step_line(metrics, self._steps), flush=True)
         every = self._config.plot_every
-        if every and (int(metrics["step"]) + 1) % every == 0:
+        if every and int(metrics["step"]) % every == 0:
             self._plot()
 
     def progress[T](self, items: Iterable[T], text: str, total: int | None = None) -> Iterator[T]:
@@ -70,7 +70,7 @@ def step_line(metrics: Mapping[str, Any], steps: int) -> str:
     """What a terminal shows of a step."""
     total = sum(float(metrics[f"time_{part}_s"]) for part in ("generate", "score", "train"))
     return (
-        f"step {int(metrics['step']) + 1:>{len(str(steps))}}/{steps}"
+        f"step {int(metrics['step']):>{len(str(steps))}}/{steps}"
         f"  reward {metrics['reward_mean']:.3f} ± {metrics['reward_std']:.3f}"
         f"  max|Δlogp| {metrics['logp_diff_max']:.3g}"
         f"  clipped {100 * metrics['clip_fraction']:.2f}%"

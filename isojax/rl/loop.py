@@ -20,9 +20,10 @@ import numpy as np
 from isojax import distributed
 from isojax.config import RunConfig, resolve_model
 from isojax.config_io import to_toml
-from isojax.contract import startup
+from isojax.contract import claims, startup
 from isojax.contract.contract import FILE_NAME, from_document
 from isojax.contract.enforce import check_resume, check_rollout
+from isojax.extras import check_extras
 from isojax.models import hf
 from isojax.models.init import init_params
 from isojax.report.report import Report, progress
@@ -34,7 +35,7 @@ from isojax.sampler.engine import Engine
 from isojax.sampler.settings import engine_config, executor
 from isojax.tokenizer import TINY, Tokenizer
 from isojax.trainer import settings
-from isojax.trainer.checkpoint import Checkpoints
+from isojax.trainer.checkpoint import Checkpoints, newest_position
 from isojax.trainer.interrupt import Interrupts
 from isojax.trainer.optimizer import Schedule
 from isojax.trainer.packing import Example
@@ -69,6 +70,19 @@ class Position:
         return self.warm + self.step
 
 
+def finished(config: RunConfig) -> bool:
+    """Whether the newest checkpoint in the run folder is that of the last step.
+
+    Raises:
+      CheckpointError: that checkpoint is damaged.
+    """
+    saved = newest_position(config.folder / "checkpoints")
+    if saved is None:
+        return False
+    at = Position(**saved["position"])
+    return at.warm >= config.warm_start.steps and at.step >= config.steps
+
+
 class Run:
     """One run, from its configuration to its last checkpoint."""
 
@@ -92,9 +106,12 @@ class Run:
           MismatchError: processes were started differently, or do not see the same run folder.
           FileExistsError: the folder holds a run already, and `resume` is not set.
           FileNotFoundError: `resume` is set, and there is no checkpoint.
-          ValueError: the configuration's parts do not fit each other.
+          CheckpointError: the checkpoint is damaged.
+          ValueError: the configuration's parts do not fit each other, or the data is of no use.
+          ImportError: a package that the configuration needs is missing.
         """
         self.config = config
+        check_extras(config)
         distributed.check_same("settings", to_toml(config))
         self.model = resolve_model(config)
         self.tokenizer = Tokenizer(config.data.tokenizer or config.checkpoint or TINY)
@@ -104,6 +121,8 @@ class Run:
                 f"the model only {self.model.vocab_size}"
             )
         self.rewards = rewards_of(config.data)
+        self.stream = prompt_stream(config.data, self.tokenizer, config.seed)
+        claims.check_mesh(self.model, config.policy, config.mesh)
         self.mesh = config.mesh.mesh()
         distributed.check_mesh(self.mesh)
         self.contract = startup.of_run(config, pinned=pinned, known=known)
@@ -127,7 +146,7 @@ class Run:
         else:
             self.position = Position()
             self.state = self.trainer.init(self._first_weights())
-        self.stream = prompt_stream(config.data, self.tokenizer, config.seed, self.position.stream)
+        self.stream.position = self.position.stream
         self.scorer = settings.scorer(config, self.model, self.mesh)
         self.executor = executor(config, self.model, self.mesh, self.state.params)
         self.engine = Engine(
@@ -169,7 +188,7 @@ class Run:
             with Interrupts() as interrupts:
                 self._self_check()
                 self._warm_start(interrupts)
-                first = self.position.step
+                first = self.position.step + 1
                 with Report(folder, config.report, config.steps, first) as report:
                     while self.position.step < config.steps:
                         self._step(interrupts, report)
@@ -241,7 +260,7 @@ class Run:
             config.seed,
         )
         self.engine.release_cache()
-        metrics: dict[str, Any] = {"step": self.position.step, **dapo.rollout_metrics(rollouts)}
+        metrics: dict[str, Any] = {"step": self.position.step + 1, **dapo.rollout_metrics(rollouts)}
         metrics["time_generate_s"] = clock.lap()
         examples = dapo.examples_of(rollouts.groups, config.algorithm, config.sampler)
         scored = self.scorer(self.state.params, examples)
@@ -294,8 +313,8 @@ class Run:
         )
         if not found.exact:
             message = (
-                f"step {self.position.step}: {found.differing} of {found.tokens} log-probabilities "
-                f"differ between rollout and trainer, by {found.diff_max} at most"
+                f"step {self.position.step + 1}: {found.differing} of {found.tokens} "
+                f"log-probabilities differ between rollout and trainer, by {found.diff_max} at most"
             )
             if self.config.contract.on_difference == "stop":
                 raise DisagreementError(message)
@@ -317,9 +336,10 @@ class Run:
         for minibatch in minibatches:
             self.state, result = self.trainer.step(self.state, minibatch, self.loss, schedule)
             if not result.finite:
-                raise NotFiniteError(
-                    f"step {self.position.step}: the norm of the gradient is {result.grad_norm}"
-                )
+                at = self.position
+                warm = at.warm < self.config.warm_start.steps
+                where = f"warm start step {at.warm + 1}" if warm else f"step {at.step + 1}"
+                raise NotFiniteError(f"{where}: the norm of the gradient is {result.grad_norm}")
             results.append(result)
         self._whole = True
         return results

@@ -4,7 +4,9 @@ import importlib
 import logging
 import math
 import numbers
+import os
 import re
+import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -150,10 +152,14 @@ def _reasoning_gym(config: DataConfig) -> RewardFunction:
 
 
 def _load(name: str) -> RewardFunction:
+    """A function of a module that is installed or lies in the working directory."""
     module, _, attribute = name.partition(":")
+    here = os.getcwd()
+    if here not in sys.path:
+        sys.path.insert(0, here)  # for good: the module may import its neighbours when it is called
     try:
         function = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
+    except (ImportError, AttributeError, ValueError, TypeError) as error:
         raise ValueError(f"data.reward {name!r}: {error}") from None
     if not callable(function):
         raise ValueError(f"data.reward {name!r} is not a function")

@@ -2,9 +2,11 @@
 
 The float32 master weights and the optimizer state are stored in their global shape. Weights in
 their own dtype are one cast away and are not stored. Beside them lies a JSON object with everything
-else that a run needs to go on.
+else that a run needs to go on, and sums of both: a bit that has flipped on a disk is found.
 """
 
+import hashlib
+import json
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -20,6 +22,10 @@ from isojax.models.config import ModelConfig
 from isojax.models.params import Params, parameters
 from isojax.numerics.policy import Policy
 from isojax.trainer.step import Trainer, TrainState
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint is damaged; the message says which, and how to go on from an older one."""
 
 
 def load_weights(
@@ -86,6 +92,9 @@ class Checkpoints:
         args = ocp.args.Composite(
             state=ocp.args.StandardSave((state.master, state.optimizer)),
             position=ocp.args.JsonSave(position),
+            sums=ocp.args.JsonSave(
+                {"state": _sums((state.master, state.optimizer)), "position": _digest(position)}
+            ),
         )
         self._manager.save(step, args=args)
         if jax.default_backend() == "cpu":
@@ -101,9 +110,9 @@ class Checkpoints:
 
         Raises:
           FileNotFoundError: if there is no checkpoint.
+          CheckpointError: if it is damaged.
         """
-        args = ocp.args.Composite(position=ocp.args.JsonRestore())
-        return self._manager.restore(self._existing(step), args=args)["position"]
+        return _position(self._manager, self._existing(step))
 
     def restore(self, step: int | None = None) -> TrainState:
         """The state saved with a step (default: the newest), placed on the trainer's mesh.
@@ -111,9 +120,24 @@ class Checkpoints:
         Raises:
           FileNotFoundError: if there is no checkpoint.
           ValueError: if it is one of another model.
+          CheckpointError: if it is damaged.
         """
-        args = ocp.args.Composite(state=ocp.args.StandardRestore(self._trainer.abstract_state()))
-        found = self._manager.restore(self._existing(step), args=args)["state"]
+        step = self._existing(step)
+        like = self._trainer.abstract_state()
+        saved = _json(self._manager, step, "sums").get("state")
+        args = ocp.args.Composite(state=ocp.args.StandardRestore(like))
+        try:
+            found = self._manager.restore(step, args=args)["state"]
+        except (PermissionError, MemoryError, jax.errors.JaxRuntimeError):
+            raise  # nothing is wrong with the checkpoint
+        except Exception as error:  # its readers raise ValueError, OSError, Exception itself...
+            if _shapes_differ(self._manager.directory / str(step) / "state", like):
+                raise ValueError(
+                    f"checkpoint {self._manager.directory / str(step)} is one of another model"
+                ) from None
+            raise _damaged(self._manager, step, "state", error) from None
+        if _sums(found) != saved:
+            raise _damaged(self._manager, step, "state", "its bits are not those that were saved")
         return self._trainer.from_master(*found)
 
     def close(self) -> None:
@@ -125,3 +149,80 @@ class Checkpoints:
         if step is None or step not in self._manager.all_steps():
             raise FileNotFoundError(f"no checkpoint of step {step} in {self._manager.directory}")
         return step
+
+
+def newest_position(folder: Path) -> dict[str, Any] | None:
+    """The JSON object of the newest checkpoint in a folder of them; None where there is none.
+
+    Raises:
+      CheckpointError: if it is damaged.
+    """
+    if not folder.is_dir():
+        return None
+    options = ocp.CheckpointManagerOptions(create=False)  # nor does it write: a look only
+    with ocp.CheckpointManager(folder.absolute(), options=options) as manager:
+        step = manager.latest_step()
+        return None if step is None else _position(manager, step)
+
+
+def _position(manager: ocp.CheckpointManager, step: int) -> dict[str, Any]:
+    found = _json(manager, step, "position")
+    if _digest(found) != _json(manager, step, "sums").get("position"):
+        name = "position/metadata"
+        raise _damaged(manager, step, name, "its bits are not those that were saved")
+    return found
+
+
+def _json(manager: ocp.CheckpointManager, step: int, name: str) -> dict[str, Any]:
+    """A JSON object of a checkpoint."""
+    try:
+        return dict(
+            manager.restore(step, args=ocp.args.Composite(**{name: ocp.args.JsonRestore()}))[name]
+        )
+    except PermissionError:
+        raise
+    except Exception as error:
+        raise _damaged(manager, step, f"{name}/metadata", error) from None
+
+
+def _digest(position: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(position, sort_keys=True).encode()).hexdigest()
+
+
+def _sums(state: Any) -> list[int]:
+    """Of every array the sum of its words as integers, modulo 2^32: the same on every mesh."""
+    return [int(total) for total in jax.device_get(_word_sums(jax.tree.leaves(state)))]
+
+
+@jax.jit
+def _word_sums(arrays: list[jax.Array]) -> list[jax.Array]:
+    words = [jax.lax.bitcast_convert_type(array, jnp.uint32) for array in arrays]
+    return [jnp.sum(word, dtype=jnp.uint32) for word in words]
+
+
+def _shapes_differ(state: Path, like: Any) -> bool:
+    """Whether what is stored has other shapes, so far as that can be read."""
+    try:
+        stored = ocp.StandardCheckpointHandler().metadata(state).tree
+        shapes = sorted(tuple(array.shape) for array in jax.tree.leaves(stored))
+    except Exception:
+        return False
+    return shapes != sorted(tuple(array.shape) for array in jax.tree.leaves(like))
+
+
+def _damaged(
+    manager: ocp.CheckpointManager, step: int, part: str, cause: Exception | str
+) -> CheckpointError:
+    at = manager.directory / str(step)
+    if isinstance(cause, Exception):
+        lines = str(cause).splitlines()
+        cause = f"{type(cause).__name__}: {lines[0][:200] if lines else ''}"
+    older = sorted((s for s in manager.all_steps() if s < step), reverse=True)
+    if older:
+        how = (
+            f"older ones: {', '.join(map(str, older))}; to go on from {older[0]}, move {at} out of "
+            "its folder and --resume again"
+        )
+    else:
+        how = "there is no older one"
+    return CheckpointError(f"checkpoint {at} is damaged: {part}: {cause}\n{how}")
