@@ -113,11 +113,17 @@ def _way(everyone: jax.Array, per_rank: int, layout: Layout) -> _Way:
     return _Way(place, counts[:, me], counts[me], first, take.reshape(-1, everyone.shape[1]))
 
 
-def _home(tiles: jax.Array, blocks: _Blocks, way: _Way, layout: Layout) -> jax.Array:
-    """Results [n, B, H] of the local experts' blocks -> own tokens' [T, k, H], by routing slot."""
-    tokens, top_k = way.take.shape
+def _home(
+    tiles: jax.Array, blocks: _Blocks, asked: jax.Array, per_rank: int, layout: Layout
+) -> jax.Array:
+    """Results [n, B, H] of the local experts' blocks -> own tokens' [T, k, H], by routing slot.
+
+    asked [rows of all ranks, k]: experts of all tokens.
+    """
     if layout.devices == 1:
-        return _scatter(tiles, blocks.row, tokens * top_k).reshape(tokens, top_k, -1)
+        return _scatter(tiles, blocks.row, asked.size).reshape(*asked.shape, -1)
+    way = _way(asked, per_rank, layout)
+    tokens, top_k = way.take.shape
     place = way.place.at[blocks.row].get(mode="fill", fill_value=way.place.size)
     sent = _scatter(tiles, place, way.place.size)
     received = send_rows(sent, tokens * top_k, way.send, way.receive, way.first, EVERY)
@@ -199,7 +205,7 @@ def _experts_forward(static, x, weights, experts, gate, up, down):
     blocks = _blocks(_local(asked, per_rank, layout), per_rank, policy.dot_width)
     routed = _up(policy, everyone, blocks, blocks.group, top_k, w_gate, w_up)
     y = _grouped_dot(routed.hidden, w_down, blocks.group, policy).astype(x.dtype)
-    y = _home(y, blocks, _way(asked, per_rank, layout), layout)
+    y = _home(y, blocks, asked, per_rank, layout)
     own = _own_run(_even(weights, 0, layout), layout)
     out = tree_sum(y.astype(jnp.float32) * own[..., None], axis=1).astype(x.dtype)
     return _all_runs(out, layout)[: x.shape[0]], (x, weights, experts, gate, up, down, y)
@@ -233,7 +239,7 @@ def _experts_backward(static, saved, dout):
     dup = (dhidden * (r.gate * s)).astype(x.dtype)
     dx_tile = _grouped_dot(dgate, jnp.swapaxes(w_gate, 1, 2), expert, policy)
     dx_tile = dx_tile + _grouped_dot(dup, jnp.swapaxes(w_up, 1, 2), expert, policy)
-    dx = _home(dx_tile.astype(x.dtype), blocks, _way(asked, per_rank, layout), layout)
+    dx = _home(dx_tile.astype(x.dtype), blocks, asked, per_rank, layout)
     dx = tree_sum(dx, axis=1).astype(x.dtype)
 
     gradient = partial(_weight_gradient, blocks.group, per_rank, leaves, policy)
