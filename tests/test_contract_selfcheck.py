@@ -79,7 +79,9 @@ def test_a_fault_inside_the_gradient_refuses_to_start_and_is_named(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("model", "mesh"), [(HYBRID, "1x1"), (DENSE, "1x2+sequence")], ids=["hybrid", "dense"]
+    ("model", "mesh"),
+    [pytest.param(HYBRID, "1x1", marks=pytest.mark.slow), (DENSE, "1x2+sequence")],
+    ids=["hybrid", "dense"],
 )
 def test_bisection_finds_nothing_where_nothing_is_wrong(model, mesh):
     layout = Layout.parse(mesh)

@@ -157,9 +157,7 @@ def test_gradient_equals_that_of_the_recurrence():
     state = init_state(1, 3, HK, HV, K, V, F32)
     args = [jnp.concatenate(x) for x in zip(*sequences, strict=True)]
     starts = jnp.asarray(batch.positions == 0)
-    ours = loss_of(
-        lambda *x: gated_delta(*x, state, jnp.int32(0), batch, policy=F32, token_leaves=1)[0]
-    )
+    ours = loss_of(lambda *x: gated_delta(*x, state, jnp.int32(0), batch, policy=F32)[0])
     theirs = loss_of(lambda *x: jax_recurrence(*x, starts))
     argnums = tuple(range(7))
     for mine, want in zip(

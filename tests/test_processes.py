@@ -200,6 +200,7 @@ class Runs:
             assert_same_bits(self.state(name, step + 1), self.state(want, step + 1))
 
 
+@pytest.mark.slow
 def test_two_processes_are_one_and_a_killed_run_goes_on(tmp_path):
     """Two processes of two devices, one killed in the last step; one process takes over."""
     runs = Runs(tmp_path, SMALL, "committed")

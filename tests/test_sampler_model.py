@@ -123,7 +123,7 @@ def test_logprobs_are_the_trainers(model):
         # preempts; prompts in pieces
         (MODEL, dict(max_sequences=3, pages=4, max_batch_tokens=70)),
         # one at a time, no shared prompts
-        (MODEL, dict(max_sequences=1, max_batch_tokens=65)),
+        pytest.param(MODEL, dict(max_sequences=1, max_batch_tokens=65), marks=pytest.mark.slow),
         (DENSE, dict(max_sequences=8, max_batch_tokens=600, bucket_sizes=2)),
     ],
     ids=["tight", "alone", "roomy"],

@@ -157,16 +157,17 @@ def test_on_policy_step_sees_ratio_one():
     assert result.clip_fraction == 0.0
 
 
-def test_resume_on_another_mesh_is_exact(tmp_path):
+@pytest.mark.parametrize("name", ["dense", pytest.param("hybrid_moe", marks=pytest.mark.slow)])
+def test_resume_on_another_mesh_is_exact(name, tmp_path):
     """Two steps, saved, one more on another mesh: as if never stopped."""
-    want, _ = reference("hybrid_moe")
-    trainer = trainer_of("hybrid_moe", "2x1")
+    want, _ = reference(name)
+    trainer = trainer_of(name, "2x1")
     state, _ = train(trainer, start(trainer), range(2))
     saved = Checkpoints(tmp_path, trainer)
     saved.save(2, state, {"step": 2, "stream": {"at": 7}})
     saved.close()
     for mesh in ("1x1", "1x2"):
-        trainer = trainer_of("hybrid_moe", mesh)
+        trainer = trainer_of(name, mesh)
         found = Checkpoints(tmp_path, trainer)
         assert found.latest() == 2
         assert found.position() == {"step": 2, "stream": {"at": 7}}
