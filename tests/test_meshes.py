@@ -16,7 +16,6 @@ from isojax.mesh import MODEL, ROWS, Layout
 from isojax.models import blocks
 from isojax.models.config import ModelConfig
 from isojax.models.init import init_params
-from isojax.numerics.policy import Policy
 from isojax.numerics.trees import pair_sum
 from isojax.ops import experts, linear, logprob, norm
 from isojax.ops.router import router
@@ -30,34 +29,15 @@ from isojax.trainer.optimizer import AdamW, Schedule
 from isojax.trainer.packing import Example
 from isojax.trainer.score import Scorer
 from isojax.trainer.step import Trainer
+from tests import test_trainer
 from tests.contract_util import run_config
+from tests.test_trainer import BUDGET, VOCAB
 from tests.util import bits
 
-VOCAB = 64
-COMMON = {
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "num_layers": 2,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "rotary_dim": 4,
-    "intermediate_size": 32,
-    "tie_word_embeddings": False,
-}
-MOE = {
-    "num_experts": 8,
-    "num_experts_per_tok": 4,
-    "moe_intermediate_size": 16,
-    "mlp_layer_types": ("sparse",),
-}
-HYBRID = {
-    "layer_types": ("linear_attention", "full_attention"),
-    "linear_num_key_heads": 8,
-    "linear_num_value_heads": 8,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
-}
+# every count of heads divides over eight ranks, and experts combine four by four
+COMMON = {**test_trainer.COMMON, "num_attention_heads": 8, "head_dim": 8, "rotary_dim": 4}
+MOE = {**test_trainer.MOE, "num_experts_per_tok": 4}
+HYBRID = {**test_trainer.HYBRID, "linear_num_key_heads": 8, "linear_num_value_heads": 8}
 MODELS = {
     "dense": ModelConfig(model_type="qwen3", **COMMON),
     "moe": ModelConfig(model_type="qwen3_moe", **COMMON, **MOE),
@@ -70,13 +50,12 @@ MODELS = {
         shared_expert_intermediate_size=16,
     ),
 }
-ROUNDED = Policy(chunk=16, kv_block=16, kv_segment=64)
+ROUNDED = test_trainer.POLICY
 # nothing is rounded to bfloat16, which would hide most faults of a tree
 EXACT = dataclasses.replace(ROUNDED, compute_dtype="float32")
 POLICIES = {"dense": EXACT, "moe": ROUNDED, "hybrid": ROUNDED, "hybrid_moe": EXACT}
 # groups of sequences whose rows ranks share: sequences cross from one rank's rows to the next's
 LONG = {"batch_leaves": 2, "context_leaves": 4}
-BUDGET = 64
 STEPS = 5
 
 SLOW = pytest.mark.slow
