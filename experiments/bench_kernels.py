@@ -60,7 +60,7 @@ from pallas_kernels.rows_norm import (
     rms_norm_backward,
 )
 from pallas_kernels.rows_rotary import rotary
-from pallas_kernels.rows_routing import combine_slots, combine_slots_backward
+from pallas_kernels.rows_routing import combine_slots, slot_dots
 from pallas_kernels.rows_softmax import softmax, softmax_chosen
 from pallas_kernels.rows_token_sum import token_sum
 from pallas_kernels.tuning import SHARED_MEMORY, MatmulTile, matmul_tile
@@ -740,9 +740,6 @@ def bench_rows(full: bool) -> None:
     def conv_backward(c):
         return convolution_backward(c, taps, source, follower, c, 8)
 
-    def combine_backward(y):
-        return combine_slots_backward(y, place, weights, x)
-
     cases = [
         ("copy", lambda c: c[::-1], (channels,), 2 * channels.size),
         ("rms_norm", lambda x: rms_norm(x, w, **norm), (x,), 2 * x.size),
@@ -771,7 +768,7 @@ def bench_rows(full: bool) -> None:
         ("convolution_backward", conv_backward, (channels,), 8 * channels.size),
         ("token_sum", lambda a: token_sum(a, 8), (terms,), 2 * terms.size),
         ("combine_slots", lambda y: combine_slots(y, place, weights), (y,), 9 * x.size),
-        ("combine_slots_backward", combine_backward, (y,), 18 * x.size),
+        ("slot_dots", lambda y: slot_dots(y, place, x), (y,), 9 * x.size),
         ("softmax_chosen", softmax_chosen, (weights,), 4 * weights.size),
         (
             "embedding_gradient",

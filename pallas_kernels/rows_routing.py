@@ -117,41 +117,31 @@ def combine_slots(y: jax.Array, place: jax.Array, weights: jax.Array | None = No
     )(y, place, *(() if weights is None else (weights,)))
 
 
-def combine_slots_backward(
-    y: jax.Array, place: jax.Array, weights: jax.Array, dout: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """Of weighted `combine_slots`.
+def slot_dots(y: jax.Array, place: jax.Array, dout: jax.Array) -> jax.Array:
+    """Gradient of `combine_slots` by its weights: a slot's row of y times its token's gradient.
 
     Args:
-      y, place, weights: as there; no two slots have one place.
+      y, place: as there.
       dout: [T, H] bfloat16.
 
     Returns:
-      (dy [R, H] bfloat16, rows of no slot left as they were allocated; dweights [T, k] float32).
+      [T, k] float32.
 
     Raises:
       ValueError: if H is not a multiple of 128.
     """
     tokens, slots = place.shape
-    width = y.shape[1]
-    _slab(width)
+    _slab(y.shape[1])
 
-    def body(y_gmem, place_gmem, weights_gmem, dout_gmem, dy, dweights):
+    def body(y_gmem, place_gmem, dout_gmem, out):
         token, slot = lax.axis_index("token"), lax.axis_index("slot")
-        row = place_gmem[token, slot]
-        d = dout_gmem[token].astype(jnp.float32)
-        dweights[token, slot] = jnp.sum(d * y_gmem[row].astype(jnp.float32))
-        dy[row] = (d * weights_gmem[token, slot]).astype(jnp.bfloat16)
+        row = y_gmem[place_gmem[token, slot]].astype(jnp.float32)
+        out[token, slot] = jnp.sum(dout_gmem[token].astype(jnp.float32) * row)
 
-    return tuple(
-        plgpu.kernel(
-            body,
-            out_type=[
-                jax.ShapeDtypeStruct(y.shape, jnp.bfloat16),
-                jax.ShapeDtypeStruct((tokens, slots), jnp.float32),
-            ],
-            grid=(tokens, slots),
-            grid_names=("token", "slot"),
-            kernel_name="combine_slots_backward",
-        )(y, place, weights, dout)
-    )
+    return plgpu.kernel(
+        body,
+        out_type=jax.ShapeDtypeStruct((tokens, slots), jnp.float32),
+        grid=(tokens, slots),
+        grid_names=("token", "slot"),
+        kernel_name="slot_dots",
+    )(y, place, dout)

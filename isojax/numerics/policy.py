@@ -28,7 +28,7 @@ class Policy:
     kv_block: keys that one step of the online softmax covers.
     kv_segment: keys that one softmax state covers before states are merged, in order.
     vocab_leaves: leaves of the log-sum-exp over the vocabulary.
-    vocab_block: logits that one step of a vocabulary leaf covers.
+    vocab_block: logits that one step of a vocabulary leaf covers (256 in the Hopper evaluation).
     batch_leaves: groups of sequences, in number, that every sum over tokens in the backward keeps
       apart until its tree joins them.
     context_leaves: equal runs of rows into which each such group is cut; sequences may cross them.
@@ -45,7 +45,7 @@ class Policy:
     kv_block: int = 64
     kv_segment: int = 4096
     vocab_leaves: int = 8
-    vocab_block: int = 512
+    vocab_block: int = 256
     batch_leaves: int = 8
     context_leaves: int = 1
     l2_epsilon: float = 1e-6

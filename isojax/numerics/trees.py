@@ -89,17 +89,18 @@ def tree_dot(
     return lax.scan(step, zero, (a, b))[0]
 
 
-def leaf_dot(a: jax.Array, b: jax.Array, leaves: int, width: int = 16) -> jax.Array:
-    """a [M, K] times b [K, N] with K cut into `leaves` equal leaves -> float32 [M, N].
-
-    Each leaf is a `tree_dot`; leaves combine by `pair_sum`.
-    """
+def leaf_dots(a: jax.Array, b: jax.Array, leaves: int, width: int = 16) -> jax.Array:
+    """a [M, K] times b [K, N] by equal leaves of K, each a `tree_dot` -> float32 [leaves, M, N]."""
     k = a.shape[-1]
     if k % leaves:
         raise ValueError(f"a contraction over {k} cannot be cut into {leaves} equal leaves")
     a = jnp.moveaxis(a.reshape(a.shape[0], leaves, k // leaves), 1, 0)
-    b = b.reshape(leaves, k // leaves, b.shape[-1])
-    return pair_sum(tree_dot(a, b, width))
+    return tree_dot(a, b.reshape(leaves, k // leaves, b.shape[-1]), width)
+
+
+def leaf_dot(a: jax.Array, b: jax.Array, leaves: int, width: int = 16) -> jax.Array:
+    """a [M, K] times b [K, N] -> float32 [M, N]: `leaf_dots`, combined by `pair_sum`."""
+    return pair_sum(leaf_dots(a, b, leaves, width))
 
 
 def token_leaves(x: jax.Array, leaves: int) -> jax.Array:

@@ -1,9 +1,9 @@
 """Linear maps, cut over "model" by columns (no sum is cut) or by rows (the sum is a leaf tree).
 
 Row: out[t] depends on x[t] and the weight alone.
-Tree: `tree_dot` over the inputs; where ranks cut the inputs, `leaves` equal leaves and `pair_sum`.
+Tree: a `product` over the inputs; where ranks cut the inputs, `leaves` equal leaves.
 Rounding: operands are in the compute dtype, the sum is float32, the result is rounded once.
-Gradient: by x, a dot over outputs (a leaf tree, since columns are cut); by the weight, a sum over
+Gradient: by x, a product over outputs (in leaves, since columns are cut); by the weight, a sum over
 tokens in leaves of rows, float32, of this rank's rows alone.
 """
 
@@ -23,21 +23,26 @@ from isojax.numerics.collectives import (
     stream_sum,
 )
 from isojax.numerics.policy import Policy
-from isojax.numerics.trees import leaf_dot, pair_sum, tree_dot
 from isojax.ops import weight
 from isojax.ops.op import op
+from isojax.ops.product import product
 from isojax.ops.weight import Parameter
 
 
 def weight_gradient(x: jax.Array, dy: jax.Array, policy: Policy, layout: Layout) -> jax.Array:
     """x [T, K], dy [T, N] -> float32 [K, N], summed over this rank's leaves of rows."""
-    return leaf_dot(x.T, dy, row_leaves(policy, layout), policy.dot_width)
+    return product(x, dy, policy, leaves=row_leaves(policy, layout), transpose_a=True)
 
 
 def stream_gradient(x: jax.Array, dy: jax.Array, policy: Policy, layout: Layout) -> jax.Array:
     """`weight_gradient` of a weight that every model rank holds, by rows of the residual stream."""
     leaves = stream_leaves(policy, layout)
-    return stream_sum(leaf_dot(x.T, dy, leaves, policy.dot_width), layout)
+    return stream_sum(product(x, dy, policy, leaves=leaves, transpose_a=True), layout)
+
+
+def _share_dtype(x: jax.Array, layout: Layout) -> jnp.dtype:
+    """Of a rank's part of a sum over "model" ranks: a sum that is already whole is rounded."""
+    return x.dtype if layout.model == 1 else jnp.dtype(jnp.float32)
 
 
 def _own(w: jax.Array, copies: int, layout: Layout) -> jax.Array:
@@ -63,7 +68,7 @@ def _columns(static, x: jax.Array, ws: tuple[Parameter, ...]) -> tuple[jax.Array
     copies, policy, layout = static
     own = [_own(weight.value(w), c, layout) for w, c in zip(ws, copies, strict=True)]
     x = gather_rows(x, layout)
-    return tuple(tree_dot(x, w, policy.dot_width).astype(x.dtype) for w in own)
+    return tuple(product(x, w, policy, dtype=x.dtype) for w in own)
 
 
 def _columns_forward(static, x, ws):
@@ -81,13 +86,11 @@ def _columns_backward(static, saved, dys):
         local_leaves(w.shape[1] * layout.model, policy.leaves, layout.model, "column linear")
         for _, w in parts
     )
-    total = None  # [leaves, T, K]: every leaf first adds up its share of all the weights
-    for dy, w in parts:
-        n = w.shape[1] // leaves
-        dy_leaf = jnp.moveaxis(dy.reshape(dy.shape[0], leaves, n), 1, 0)
-        part = tree_dot(dy_leaf, w.T.reshape(leaves, n, w.shape[0]), policy.dot_width)
-        total = part if total is None else total + part
-    dx = model_sum(pair_sum(total), layout, x.dtype)
+    # every leaf first adds up its share of all the weights
+    part_dys, part_ws = zip(*parts, strict=True)
+    dtype = _share_dtype(x, layout)
+    dx = product(part_dys, part_ws, policy, leaves=leaves, transpose_b=True, dtype=dtype)
+    dx = model_sum(dx, layout, x.dtype)
     x = gather_rows(x, layout)
     dws = []
     for w, dy, c in zip(ws, dys, copies, strict=True):
@@ -124,7 +127,8 @@ def columns(
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _rows(policy: Policy, layout: Layout, x: jax.Array, w: Parameter) -> jax.Array:
     leaves = local_leaves(x.shape[1] * layout.model, policy.leaves, layout.model, "row linear")
-    share = leaf_dot(x, weight.value(w), leaves, policy.dot_width)
+    dtype = _share_dtype(x, layout)
+    share = product(x, weight.value(w), policy, leaves=leaves, dtype=dtype)
     return model_sum(share, layout, x.dtype)
 
 
@@ -135,7 +139,7 @@ def _rows_forward(policy, layout, x, w):
 def _rows_backward(policy, layout, saved, dy):
     x, w = saved
     dy = gather_rows(dy, layout)
-    dx = tree_dot(dy, weight.value(w).T, policy.dot_width).astype(x.dtype)
+    dx = product(dy, weight.value(w), policy, transpose_b=True, dtype=x.dtype)
     return dx, weight.cotangent(w, weight_gradient(x, dy, policy, layout))
 
 
@@ -150,7 +154,7 @@ def rows(x: jax.Array, w: Parameter, *, policy: Policy, layout: Layout) -> jax.A
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _stream_linear(policy: Policy, layout: Layout, x: jax.Array, w: Parameter) -> jax.Array:
-    return tree_dot(x, weight.value(w), policy.dot_width).astype(x.dtype)
+    return product(x, weight.value(w), policy, dtype=x.dtype)
 
 
 def _stream_linear_forward(policy, layout, x, w):
@@ -159,7 +163,7 @@ def _stream_linear_forward(policy, layout, x, w):
 
 def _stream_linear_backward(policy, layout, saved, dy):
     x, w = saved
-    dx = tree_dot(dy, weight.value(w).T, policy.dot_width).astype(x.dtype)
+    dx = product(dy, weight.value(w), policy, transpose_b=True, dtype=x.dtype)
     return dx, weight.cotangent(w, stream_gradient(x, dy, policy, layout))
 
 

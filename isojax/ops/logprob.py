@@ -1,10 +1,10 @@
 """Log-probability of a token under the language-model head, without the [T, V] array.
 
 Row: depends on hidden[t], the head and the token's own temperature, target and threshold alone.
-Tree: a logit by `tree_dot` over features. The vocabulary is cut into `vocab_leaves` equal leaves; a
-leaf walks blocks of `vocab_block` logits in order with an online log-sum-exp (a block's exp are
-added by halving); leaves combine by neighbours, so ranks that hold vocabulary shards finish the
-same tree.
+Tree: a logit by a `product` over features. The vocabulary is cut into `vocab_leaves` equal leaves,
+a leaf into blocks of `vocab_block` logits, which join a log-sum-exp in order (a block's exp are
+added by halving in the reference, in the order of a warpgroup's registers in the kernels); leaves
+combine by neighbours, so ranks that hold vocabulary shards finish the same tree.
 Rounding: operands in the compute dtype; logits, their product with the inverse temperature and all
 sums float32.
 Gradient: logits are recomputed block by block and rounded to the compute dtype as gradients; by
@@ -37,7 +37,13 @@ from isojax.numerics.policy import Policy
 from isojax.numerics.trees import leaf_dot, pair_sum, tree_dot, tree_sum
 from isojax.ops import weight
 from isojax.ops.op import op
+from isojax.ops.product import product
 from isojax.ops.weight import Parameter
+from pallas_kernels import linear_logprob as kernels
+from pallas_kernels.linear_logprob import Logprobs
+from pallas_kernels.linear_logprob_backward import linear_logprob_backward
+
+_kernel_backward = jax.jit(linear_logprob_backward, static_argnames=("leaves", "batch_leaves"))
 
 
 class Statistics(NamedTuple):
@@ -102,6 +108,11 @@ class _Shard(NamedTuple):
 
 
 def _shard(size: int, policy: Policy, layout: Layout) -> _Shard:
+    if policy.evaluation == "mosaic" and policy.vocab_block != kernels.BLOCK:
+        raise ValueError(
+            f"the Hopper evaluation reduces blocks of {kernels.BLOCK} logits: set "
+            f"policy.vocab_block to that, not {policy.vocab_block}"
+        )
     leaves = local_leaves(size * layout.model, policy.vocab_leaves, layout.model, "vocabulary")
     leaf = size // leaves
     block = min(policy.vocab_block, leaf)
@@ -117,10 +128,14 @@ def _split(w: jax.Array, shard: _Shard) -> jax.Array:
     return jnp.moveaxis(jnp.moveaxis(w, -2, 0), -2, 1)
 
 
+def _first(shard: _Shard, layout: Layout) -> jax.Array | int:
+    """Vocabulary index of this rank's first column."""
+    return 0 if layout.model == 1 else lax.axis_index(MODEL) * shard.size
+
+
 def _indices(shard: _Shard, layout: Layout) -> jax.Array:
     """Vocabulary index of every place of `_split`: int32 [blocks, leaves, block]; -1 where none."""
-    first = 0 if layout.model == 1 else lax.axis_index(MODEL) * shard.size
-    index = first + jnp.arange(shard.size, dtype=jnp.int32)
+    index = _first(shard, layout) + jnp.arange(shard.size, dtype=jnp.int32)
     return _split(index + 1, shard) - 1
 
 
@@ -150,10 +165,20 @@ def _walk(x, w, targets, inverse, threshold, policy: Policy, layout: Layout) -> 
     return _finish(s, layout)
 
 
-def _both(s: Statistics) -> tuple[jax.Array, jax.Array]:
-    """Log-probability over everything, and over the kept set."""
-    z = s.target - s.maximum
-    return z - elementary.log(s.total), z - elementary.log(s.kept)
+def _both(s: Statistics) -> Logprobs:
+    z, log_total, log_kept = s.target - s.maximum, elementary.log(s.total), elementary.log(s.kept)
+    return Logprobs(z - log_total, z - log_kept, s.maximum + log_total, s.maximum + log_kept)
+
+
+def _kernel_walk(x, w, targets, inverse, threshold, policy: Policy, layout: Layout) -> Logprobs:
+    shard = _shard(w.shape[1], policy, layout)
+    stats, target = kernels.linear_logprob_stats(
+        x, w, targets - _first(shard, layout), inverse, threshold, leaves=shard.leaves
+    )
+    if layout.model > 1:
+        stats = kernels.Statistics(*(lax.all_gather(s, MODEL, tiled=True) for s in stats))
+        target = jnp.max(lax.all_gather(target, MODEL), axis=0)
+    return kernels.combine_leaves(stats, target)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -162,23 +187,39 @@ def _linear_logprob(static, x, w, targets, inverse, threshold):
 
 
 def _linear_logprob_forward(static, x, w, targets, inverse, threshold):
-    layout = static[1]
+    policy, layout = static
     own = tuple(context_rows(a, layout) for a in (targets, inverse, threshold))
-    s = _walk(gather_rows(x, layout), weight.value(w), *own, *static)
-    out = tuple(all_context_rows(a, layout) for a in _both(s))
-    return out, (x, w, *own, s)
+    rows = gather_rows(x, layout)
+    if policy.evaluation == "mosaic":
+        out = _kernel_walk(rows, weight.value(w), *own, *static)
+    else:
+        out = _both(_walk(rows, weight.value(w), *own, *static))
+    both = tuple(all_context_rows(a, layout) for a in (out.full, out.kept))
+    return both, (x, w, *own, out.lse, out.lse_kept)
 
 
 def _linear_logprob_backward(static, saved, cotangents):
     policy, layout = static
-    x, w, targets, inverse, threshold, s = saved
-    values = weight.value(w)
-    shard = _shard(values.shape[1], policy, layout)
-    full, kept = (context_rows(d, layout)[:, None] for d in cotangents)
-    x = gather_rows(x, layout)
-    lse = (s.maximum + elementary.log(s.total))[:, None]
-    lse_kept = (s.maximum + elementary.log(s.kept))[:, None]
-    leaves = row_leaves(policy, layout)
+    x, w, targets, inverse, threshold, lse, lse_kept = saved
+    values, rows = weight.value(w), gather_rows(x, layout)
+    full, kept = (context_rows(d, layout) for d in cotangents)
+    gradients = kernels.Gradients(lse, full, (threshold, lse_kept, kept))
+    if policy.evaluation == "mosaic":
+        shard = _shard(values.shape[1], policy, layout)
+        dx, dw = _kernel_backward(
+            rows, values, targets - _first(shard, layout), inverse, gradients,
+            leaves=shard.leaves, batch_leaves=row_leaves(policy, layout),
+        )  # fmt: skip
+    else:
+        dx, dw = _walk_back(rows, values, targets, inverse, gradients, policy, layout)
+    return model_sum(dx, layout, x.dtype), weight.cotangent(w, dw), None, None, None
+
+
+def _walk_back(x, w, targets, inverse, gradients, policy, layout):
+    """(gradient by x, this rank's part [T, H]; by w [H, V / model]), float32."""
+    shard, leaves = _shard(w.shape[1], policy, layout), row_leaves(policy, layout)
+    threshold, *of_kept = gradients.kept
+    lse, full, lse_kept, kept = (a[:, None] for a in (gradients.lse, gradients.grad, *of_kept))
 
     def step(dx, block):
         columns, index = block
@@ -193,12 +234,10 @@ def _linear_logprob_backward(static, saved, cotangents):
         return dx, dw
 
     zero = jnp.zeros((shard.leaves, *x.shape), jnp.float32)
-    dx, dw = lax.scan(step, zero, (_split(values, shard), _indices(shard, layout)))
-    dx = model_sum(pair_sum(dx), layout, x.dtype)
+    dx, dw = lax.scan(step, zero, (_split(w, shard), _indices(shard, layout)))
     dw = jnp.moveaxis(dw, 0, 2)  # [leaves, H, blocks, block]
     dw = dw.reshape(*dw.shape[:2], -1)[..., : shard.leaf]
-    dw = jnp.moveaxis(dw, 0, 1).reshape(x.shape[1], -1)
-    return dx, weight.cotangent(w, dw), None, None, None
+    return pair_sum(dx), jnp.moveaxis(dw, 0, 1).reshape(x.shape[1], -1)
 
 
 _linear_logprob.defvjp(_linear_logprob_forward, _linear_logprob_backward)
@@ -234,7 +273,7 @@ def scaled_logits(
 
     The bits are those that `linear_logprob` sees.
     """
-    z = _scaled(x, weight.value(w), inverse_temperature, policy)
+    z = product(x, weight.value(w), policy) * inverse_temperature[:, None]
     return z if layout.model == 1 else lax.all_gather(z, MODEL, axis=1, tiled=True)
 
 
@@ -245,6 +284,11 @@ def logits_logprob(
     """What `linear_logprob` gives, from the whole scaled logits z [S, V] of `scaled_logits`."""
     one = Layout()
     shard = _shard(z.shape[1], policy, one)
+    if policy.evaluation == "mosaic":
+        stats = kernels.logits_stats(z, threshold, leaves=shard.leaves)
+        target = jnp.take_along_axis(z, targets[:, None], axis=1)[:, 0]
+        out = kernels.combine_leaves(stats, target)
+        return out.full, out.kept
 
     def step(s, block):
         z, index = block
@@ -253,4 +297,5 @@ def logits_logprob(
 
     start = _start((shard.leaves, z.shape[0]))
     s, _ = lax.scan(step, start, (_split(z, shard), _indices(shard, one)))
-    return _both(_finish(s, one))
+    out = _both(_finish(s, one))
+    return out.full, out.kept

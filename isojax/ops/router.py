@@ -1,10 +1,10 @@
 """The router of a mixture of experts: which experts a token takes, and with what weight.
 
 Row: depends on x[t] and the weight alone. Ties go to the lowest expert.
-Tree: logits by `tree_dot` over features; the softmax's sum by halving over the chosen experts
+Tree: logits by a `product` over features; the softmax's sum by halving over the chosen experts
 (normalised) or over all of them.
 Rounding: operands in the compute dtype, all else float32; the weights stay float32.
-Gradient: by x a dot over experts, which no rank cuts; by the weight a sum over tokens in leaves
+Gradient: by x a product over experts, which no rank cuts; by the weight a sum over tokens in leaves
 of rows.
 """
 
@@ -17,10 +17,11 @@ from jax import lax
 from isojax.mesh import Layout
 from isojax.numerics import elementary
 from isojax.numerics.policy import Policy
-from isojax.numerics.trees import tree_dot, tree_sum
+from isojax.numerics.trees import tree_sum
 from isojax.ops import weight
 from isojax.ops.linear import stream_gradient
 from isojax.ops.op import op
+from isojax.ops.product import product
 from isojax.ops.weight import Parameter
 
 
@@ -36,7 +37,7 @@ def _router(static, x, w):
 
 def _router_forward(static, x, w):
     top_k, normalise, policy, _ = static
-    logits = tree_dot(x, weight.value(w), policy.dot_width)
+    logits = product(x, weight.value(w), policy)
     chosen, experts = lax.top_k(logits, top_k)
     experts = experts.astype(jnp.int32)
     if normalise:
@@ -58,7 +59,7 @@ def _router_backward(static, saved, cotangents):
     else:
         dlogits = _softmax(logits) * (at_chosen.set(d, unique_indices=True) - inner)
     dlogits = dlogits.astype(x.dtype)
-    dx = tree_dot(dlogits, weight.value(w).T, policy.dot_width).astype(x.dtype)
+    dx = product(dlogits, weight.value(w), policy, transpose_b=True, dtype=x.dtype)
     return dx, weight.cotangent(w, stream_gradient(x, dlogits, policy, layout))
 
 
