@@ -16,8 +16,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.rows import sigmoid
 from pallas_kernels.matmul_core import check_leaves
+from pallas_kernels.rows import sigmoid
 from pallas_kernels.rows_token_sum import BLOCK, join_blocks
 
 NOWHERE = -1  # no input: zero
@@ -67,33 +67,36 @@ def convolution(x: jax.Array, w: jax.Array, state: jax.Array, source: jax.Array)
     def body(x_gmem, w_gmem, state_gmem, source_gmem, out_gmem):
         span = pl.ds(lax.axis_index("slab") * slab, slab)
         taps = _taps(w_gmem, span, width)
-        for i in range(_ROWS):
-            row = lax.axis_index("row") * _ROWS + i
+        first = lax.axis_index("block") * _ROWS
 
-            @pl.when(row < tokens)
-            def _row(row=row):
-                sources = [source_gmem[row, j] for j in range(width)]
+        def one(row, _):
+            sources = [source_gmem[row, j] for j in range(width)]
 
-                def cached():
-                    return tuple(_read(x_gmem, state_gmem, source, span) for source in sources)
+            def cached():
+                return tuple(_read(x_gmem, state_gmem, source, span) for source in sources)
 
-                def here():
-                    return tuple(_row_or_zero(x_gmem, source, span) for source in sources)
+            def here():
+                return tuple(_row_or_zero(x_gmem, source, span) for source in sources)
 
-                oldest = functools.reduce(lax.min, sources)
-                z = _dot(lax.cond(oldest < NOWHERE, cached, here), taps)
-                out_gmem[row, span] = (z * sigmoid(z)).astype(x.dtype)
+            oldest = functools.reduce(lax.min, sources)
+            z = _dot(lax.cond(oldest < NOWHERE, cached, here), taps)
+            out_gmem[row, span] = (z * sigmoid(z)).astype(x.dtype)
+
+        lax.fori_loop(first, lax.min(first + _ROWS, tokens), one, None)
 
     return plgpu.kernel(
         body,
         out_type=jax.ShapeDtypeStruct((tokens, channels), x.dtype),
         grid=(pl.cdiv(tokens, _ROWS), channels // slab),
-        grid_names=("row", "slab"),
+        grid_names=("block", "slab"),
         kernel_name="convolution",
     )(x, w.T, state, source)
 
 
 _ROWS = 8  # rows of a block: they share one load of the weights
+# Rows of a step of the backward, whose loads overlap. They are written out side by side, and what
+# jax takes to lay out a kernel's registers grows with the cube of its length.
+_STEP = 4
 
 
 def _taps(w_gmem, span, width: int) -> list[jax.Array]:
@@ -145,7 +148,7 @@ def convolution_backward(
     check_leaves(tokens, leaves)
     length = tokens // leaves
     blocks = pl.cdiv(length, BLOCK)
-    step = math.gcd(length, _ROWS)
+    step = math.gcd(length, _STEP)
 
     def slopes(x_gmem, w_gmem, source_gmem, dy_gmem, d_gmem, dw_gmem):
         leaf, block = lax.axis_index("leaf"), lax.axis_index("block")

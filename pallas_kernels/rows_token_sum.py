@@ -59,9 +59,7 @@ def join_blocks(partial: jax.Array, leaves: int) -> jax.Array:
     def body(partial_gmem, out):
         leaf, span = lax.axis_index("leaf"), pl.ds(lax.axis_index("slab") * SLAB, SLAB)
         zero = jnp.zeros((SLAB,), jnp.float32)
-        out[leaf, span] = ordered_sum(
-            lambda i: partial_gmem[leaf * blocks + i, span], blocks, zero
-        )
+        out[leaf, span] = ordered_sum(lambda i: partial_gmem[leaf * blocks + i, span], blocks, zero)
 
     return plgpu.kernel(
         body,

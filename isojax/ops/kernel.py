@@ -1,4 +1,4 @@
-"""How an op calls a Pallas kernel: as an inner jit of its own, with errors that name the way out."""
+"""How an op calls a Pallas kernel: as an inner jit, with errors that name the way out."""
 
 import functools
 from collections.abc import Callable
@@ -22,6 +22,5 @@ def call(kernel: Callable[..., Any], *arrays: jax.Array, **options: Any) -> Any:
         return _compiled(kernel, tuple(options.items()))(*arrays)
     except ValueError as error:
         raise ValueError(
-            f"{kernel.__name__}: {error}; "
-            'policy.evaluation = "reference" evaluates such shapes'
+            f'{kernel.__name__}: {error}; policy.evaluation = "reference" evaluates such shapes'
         ) from error
