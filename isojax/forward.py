@@ -65,9 +65,10 @@ def forward(
                 at = entry(cache.conv, number, kind, seen[kind])
                 y, cache = delta_block(p["gdn"], h, batch, cache, at, s)
             seen[kind] += 1
-            x = add(x, y)
+            x = add(x, y, policy=policy)
             h = rms_norm(x, p["post_norm"], **s.norm)
-            x = add(x, moe(p["moe"], h, s) if "moe" in p else mlp(p["mlp"], h, s))
+            y = moe(p["moe"], h, s) if "moe" in p else mlp(p["mlp"], h, s)
+            x = add(x, y, policy=policy)
         # what is cached serves later calls; a training call's gradient never flows through it
         return (x, lax.stop_gradient(cache)), None
 

@@ -7,6 +7,7 @@ Where a tap's input lies is given as integers: a row of `x`, a row of the cached
 """
 
 import functools
+import math
 from collections.abc import Sequence
 
 import jax
@@ -15,8 +16,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.matmul_core import check_leaves
 from pallas_kernels.rows import sigmoid
-from pallas_kernels.rows_token_sum import BLOCK, combine_blocks
+from pallas_kernels.rows_token_sum import BLOCK, join_blocks
 
 NOWHERE = -1  # no input: zero
 _VECTOR = 4
@@ -65,33 +67,36 @@ def convolution(x: jax.Array, w: jax.Array, state: jax.Array, source: jax.Array)
     def body(x_gmem, w_gmem, state_gmem, source_gmem, out_gmem):
         span = pl.ds(lax.axis_index("slab") * slab, slab)
         taps = _taps(w_gmem, span, width)
-        for i in range(_ROWS):
-            row = lax.axis_index("row") * _ROWS + i
+        first = lax.axis_index("block") * _ROWS
 
-            @pl.when(row < tokens)
-            def _row(row=row):
-                sources = [source_gmem[row, j] for j in range(width)]
+        def one(row, _):
+            sources = [source_gmem[row, j] for j in range(width)]
 
-                def cached():
-                    return tuple(_read(x_gmem, state_gmem, source, span) for source in sources)
+            def cached():
+                return tuple(_read(x_gmem, state_gmem, source, span) for source in sources)
 
-                def here():
-                    return tuple(_row_or_zero(x_gmem, source, span) for source in sources)
+            def here():
+                return tuple(_row_or_zero(x_gmem, source, span) for source in sources)
 
-                oldest = functools.reduce(lax.min, sources)
-                z = _dot(lax.cond(oldest < NOWHERE, cached, here), taps)
-                out_gmem[row, span] = (z * sigmoid(z)).astype(x.dtype)
+            oldest = functools.reduce(lax.min, sources)
+            z = _dot(lax.cond(oldest < NOWHERE, cached, here), taps)
+            out_gmem[row, span] = (z * sigmoid(z)).astype(x.dtype)
+
+        lax.fori_loop(first, lax.min(first + _ROWS, tokens), one, None)
 
     return plgpu.kernel(
         body,
         out_type=jax.ShapeDtypeStruct((tokens, channels), x.dtype),
         grid=(pl.cdiv(tokens, _ROWS), channels // slab),
-        grid_names=("row", "slab"),
+        grid_names=("block", "slab"),
         kernel_name="convolution",
     )(x, w.T, state, source)
 
 
 _ROWS = 8  # rows of a block: they share one load of the weights
+# Rows of a step of the backward, whose loads overlap. They are written out side by side, and what
+# jax takes to lay out a kernel's registers grows with the cube of its length.
+_STEP = 4
 
 
 def _taps(w_gmem, span, width: int) -> list[jax.Array]:
@@ -124,72 +129,78 @@ def convolution_backward(
 
     Args:
       x, w: as there.
-      source: as there, without rows of state.
+      source: as there, without rows of state; the newest tap of a row reads the row itself, or
+        NOWHERE if it is none of a sequence's: then its dy is not read either.
       follower: [T, width] int32: the row whose tap j is this row, or NOWHERE. Tap j of row t reads
         row source[t, j], so follower[source[t, j], j] = t.
       dy: [T, C], gradient of the result.
-      leaves: batch leaves, a power of two; they cut the rows into equal parts of a multiple of 64.
+      leaves: equal contiguous parts of the rows, a power of two.
 
     Returns:
-      (dx [T, C] of x's dtype, dw [C, width] float32: in a leaf blocks of 64 rows, rows in order;
-      leaves in a balanced binary tree).
+      (dx [T, C] of x's dtype, a leaf's share of dw [leaves, width, C] float32: blocks of 64 rows,
+      rows in order).
 
     Raises:
-      ValueError: if C is not a multiple of 128 or a leaf not one of 64 rows.
+      ValueError: if C is not a multiple of 128, or for leaves that do not divide T.
     """
     tokens, channels = x.shape
     width, slab = w.shape[1], _slab(channels)
-    if tokens % (leaves * BLOCK):
-        raise ValueError(f"{tokens} rows are not {leaves} leaves of a multiple of {BLOCK}")
-    blocks = tokens // BLOCK
+    check_leaves(tokens, leaves)
+    length = tokens // leaves
+    blocks = pl.cdiv(length, BLOCK)
+    step = math.gcd(length, _STEP)
 
     def slopes(x_gmem, w_gmem, source_gmem, dy_gmem, d_gmem, dw_gmem):
-        block, span = lax.axis_index("block"), pl.ds(lax.axis_index("slab") * slab, slab)
+        leaf, block = lax.axis_index("leaf"), lax.axis_index("block")
+        span = pl.ds(lax.axis_index("slab") * slab, slab)
         taps = _taps(w_gmem, span, width)
 
         def add_rows(i, sums):
-            rows = [block * BLOCK + i * _ROWS + j for j in range(_ROWS)]
+            first = leaf * length + block * BLOCK + i * step
+            rows = [first + j for j in range(step)]
             windows = [
                 [_row_or_zero(x_gmem, source_gmem[row, j], span) for j in range(width)]
                 for row in rows
             ]
             for row, window in zip(rows, windows, strict=True):
                 z = _dot(window, taps)
-                d = dy_gmem[row, span].astype(jnp.float32) * _silu_slope(z, sigmoid(z))
+                dy = _row_or_zero(dy_gmem, source_gmem[row, width - 1], span)
+                d = dy * _silu_slope(z, sigmoid(z))
                 d_gmem[row, span] = d
                 sums = tuple(total + d * value for total, value in zip(sums, window, strict=True))
             return sums
 
         zero = jnp.zeros((slab,), jnp.float32)
-        sums = lax.fori_loop(0, BLOCK // _ROWS, add_rows, (zero,) * width)
+        count = lax.min(length - block * BLOCK, BLOCK) // step
+        sums = lax.fori_loop(0, count, add_rows, (zero,) * width)
         for j, total in enumerate(sums):
-            dw_gmem[block, j, span] = total
+            dw_gmem[leaf * blocks + block, j, span] = total
 
     d, partial = plgpu.kernel(
         slopes,
         out_type=[
             jax.ShapeDtypeStruct((tokens, channels), jnp.float32),
-            jax.ShapeDtypeStruct((blocks, width, channels), jnp.float32),
+            jax.ShapeDtypeStruct((leaves * blocks, width, channels), jnp.float32),
         ],
-        grid=(blocks, channels // slab),
-        grid_names=("block", "slab"),
+        grid=(leaves, blocks, channels // slab),
+        grid_names=("leaf", "block", "slab"),
         kernel_name="convolution_slopes",
     )(x, w.T, source, dy)
 
     def inputs(d_gmem, w_gmem, follower_gmem, dx_gmem):
         span = pl.ds(lax.axis_index("slab") * slab, slab)
         taps = _taps(w_gmem, span, width)
-        for i in range(_ROWS):
-            row = lax.axis_index("row") * _ROWS + i
+        for i in range(step):
+            row = lax.axis_index("row") * step + i
             later = [_row_or_zero(d_gmem, follower_gmem[row, j], span) for j in range(width)]
             dx_gmem[row, span] = _dot(later, taps).astype(x.dtype)
 
     dx = plgpu.kernel(
         inputs,
         out_type=jax.ShapeDtypeStruct((tokens, channels), x.dtype),
-        grid=(tokens // _ROWS, channels // slab),
+        grid=(tokens // step, channels // slab),
         grid_names=("row", "slab"),
         kernel_name="convolution_inputs",
     )(d, w.T, follower)
-    dw = combine_blocks(partial.reshape(blocks, width * channels), leaves)
-    return dx, dw.reshape(width, channels).T
+    dw = join_blocks(partial.reshape(leaves * blocks, width * channels), leaves)
+    return dx, dw.reshape(leaves, width, channels)

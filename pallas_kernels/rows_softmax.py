@@ -35,7 +35,7 @@ def softmax_backward(p: jax.Array, dp: jax.Array) -> jax.Array:
 
 
 def _narrow(function, operands, name):
-    """Apply `function` to lists of the columns of [R, k] arrays, k a power of two; one a thread."""
+    """Apply `function` to lists of the columns of [R, k] arrays; a row a thread."""
     rows, k = operands[0].shape
     padded = rows + -rows % _LINE
     operands = [jnp.pad(x.T, ((0, 0), (0, padded - rows))) for x in operands]
@@ -58,12 +58,14 @@ def _narrow(function, operands, name):
 
 
 def _sum(columns):
-    index = iter(columns)
-    return leaf_tree(lambda: next(index), len(columns))
+    """By neighbours, extended with zeros to a power of two."""
+    size = 1 << (len(columns) - 1).bit_length()
+    index = iter([*columns, *[jnp.zeros_like(columns[0])] * (size - len(columns))])
+    return leaf_tree(lambda: next(index), size)
 
 
 def softmax_chosen(z: jax.Array) -> jax.Array:
-    """Softmax over the last axis of z [R, k] float32, k a power of two -> [R, k] float32."""
+    """Softmax over the last axis of z [R, k] float32, k small -> [R, k] float32."""
 
     def function(z):
         top = functools.reduce(jnp.maximum, z)

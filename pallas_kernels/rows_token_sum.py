@@ -1,9 +1,9 @@
 """Ordered sums over tokens: what a weight gradient of a row op is made of.
 
-    out = tree over leaves of ( blocks of 64 rows, in order, of ( rows of the block, in order ) )
+    out[leaf] = blocks of 64 rows, in order, of ( rows of the block, in order )
 
-Leaves are equal contiguous parts of the rows; the tree is balanced and binary, so a rank that owns
-a subtree of leaves returns that subtree's partial sum.
+Leaves are equal contiguous parts of the rows. The tree that joins them is the caller's, for ranks
+may own some leaves each.
 """
 
 import jax
@@ -12,7 +12,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.matmul_core import check_leaves, leaf_tree
+from pallas_kernels.matmul_core import check_leaves
 
 BLOCK = 64  # rows of a block
 SLAB = 128  # columns of a step: one a thread
@@ -20,7 +20,7 @@ _UNROLL = 8
 
 
 def token_sum(x: jax.Array, leaves: int) -> jax.Array:
-    """Sum x [T, N] float32 over its rows -> [N] float32.
+    """Sum x [T, N] float32 over the rows of each leaf -> [leaves, N] float32.
 
     Raises:
       ValueError: for another dtype, or leaves that are not a power of two or do not divide T.
@@ -49,29 +49,23 @@ def token_sum(x: jax.Array, leaves: int) -> jax.Array:
         grid_names=("leaf", "block", "slab"),
         kernel_name="token_sum",
     )(jnp.pad(x, ((0, 0), (0, padded - width))))
-    return combine_blocks(partial, leaves)[:width]
+    return join_blocks(partial, leaves)[:, :width]
 
 
-def combine_blocks(partial: jax.Array, leaves: int) -> jax.Array:
-    """Finish the tree: partial sums [leaves * blocks, N] float32 of blocks -> [N]; N % 128 == 0."""
+def join_blocks(partial: jax.Array, leaves: int) -> jax.Array:
+    """Sums [leaves * blocks, N] float32 of blocks -> [leaves, N], in order; N % 128 == 0."""
     blocks, width = partial.shape[0] // leaves, partial.shape[1]
 
     def body(partial_gmem, out):
-        span = pl.ds(lax.axis_index("slab") * SLAB, SLAB)
-        index = iter(range(leaves))
-
-        def leaf():
-            first = next(index) * blocks
-            zero = jnp.zeros((SLAB,), jnp.float32)
-            return ordered_sum(lambda i: partial_gmem[first + i, span], blocks, zero)
-
-        out[span] = leaf_tree(leaf, leaves)
+        leaf, span = lax.axis_index("leaf"), pl.ds(lax.axis_index("slab") * SLAB, SLAB)
+        zero = jnp.zeros((SLAB,), jnp.float32)
+        out[leaf, span] = ordered_sum(lambda i: partial_gmem[leaf * blocks + i, span], blocks, zero)
 
     return plgpu.kernel(
         body,
-        out_type=jax.ShapeDtypeStruct((width,), jnp.float32),
-        grid=(width // SLAB,),
-        grid_names=("slab",),
+        out_type=jax.ShapeDtypeStruct((leaves, width), jnp.float32),
+        grid=(leaves, width // SLAB),
+        grid_names=("leaf", "slab"),
         kernel_name="token_sum_blocks",
     )(partial)
 

@@ -147,7 +147,7 @@ def test_the_document_round_trips_and_follows_its_schema(hybrid):
 def test_a_sampler_with_an_op_of_its_own_is_refused(monkeypatch):
     def forward(*args, **kwargs):
         hidden, cache = plain(*args, **kwargs)
-        return add(hidden, hidden), cache
+        return add(hidden, hidden, policy=kwargs["policy"]), cache
 
     plain = executor.forward
     monkeypatch.setattr(executor, "forward", forward)

@@ -72,8 +72,9 @@ def attention_block(
         **s.ops,
     )
     q, k, v = (x.reshape(x.shape[0], -1, m.head_dim) for x in (q, k, v))
-    q = rotary(rms_norm(q, p["q_norm"], heads=m.num_attention_heads, **s.norm), *table)
-    k = rotary(rms_norm(k, p["k_norm"], heads=m.num_key_value_heads, **s.norm), *table)
+    q = rms_norm(q, p["q_norm"], heads=m.num_attention_heads, **s.norm)
+    k = rms_norm(k, p["k_norm"], heads=m.num_key_value_heads, **s.norm)
+    q, k = (rotary(x, *table, policy=s.policy) for x in (q, k))
     q, k, v = (rows_to_heads(x, s.layout) for x in (q, k, v))
     out, keys, values = attention(
         q, k, v, cache.keys, cache.values, layer, batch, kv_heads=m.num_key_value_heads, **s.ops
@@ -81,7 +82,7 @@ def attention_block(
     out = heads_to_rows(out, s.layout)
     out = out.reshape(out.shape[0], -1)
     if gated:
-        out = sigmoid_gate(out, gate[0])
+        out = sigmoid_gate(out, gate[0], policy=s.policy)
     return rows(out, p["o"], **s.ops), dataclasses.replace(cache, keys=keys, values=values)
 
 
@@ -127,7 +128,8 @@ def delta_block(
 
 def mlp(p: Parameters, h: jax.Array, s: Static) -> jax.Array:
     """The dense SwiGLU feed-forward."""
-    return rows(swiglu(*columns(h, (p["gate"], p["up"]), **s.ops)), p["down"], **s.ops)
+    gate, up = columns(h, (p["gate"], p["up"]), **s.ops)
+    return rows(swiglu(gate, up, policy=s.policy), p["down"], **s.ops)
 
 
 def moe(p: Parameters, h: jax.Array, s: Static) -> jax.Array:
@@ -139,5 +141,5 @@ def moe(p: Parameters, h: jax.Array, s: Static) -> jax.Array:
     out = experts(h, weights, chosen, p["gate"], p["up"], p["down"], **s.ops)
     if "shared" in p:
         gate = stream_linear(h, p["shared_gate"], **s.ops)
-        out = gated_add(out, mlp(p["shared"], h, s), gate)
+        out = gated_add(out, mlp(p["shared"], h, s), gate, policy=s.policy)
     return out

@@ -6,6 +6,8 @@ Tree: the taps' products are added by halving (`tree_sum`).
 Rounding: products and sums float32; the result is rounded once.
 Gradient (training: whole sequences): by inputs, the taps mirrored with the same halving; by the
 weight, a sum over tokens in leaves of rows.
+Kernels: a rank's channels are a multiple of 128. Where inputs lie is worked out in integers, for
+both evaluations; padding rows read nothing, and their result is 0.
 """
 
 from functools import partial
@@ -21,26 +23,50 @@ from isojax.numerics.collectives import context_part, join_parts
 from isojax.numerics.policy import Policy
 from isojax.numerics.trees import pair_sum, token_leaves, tree_sum
 from isojax.ops import weight
+from isojax.ops.kernel import call
 from isojax.ops.op import op
 from isojax.ops.weight import Parameter
+from pallas_kernels import rows_convolution as kernels
+from pallas_kernels.rows_convolution import NOWHERE
 
 
-def _window(x: jax.Array, state: jax.Array, batch: RaggedBatch, width: int) -> jax.Array:
-    """The last `width` inputs of every row, oldest first: [T, width, C]; zero before the sequence.
+def _sources(batch: RaggedBatch, rows: int, width: int) -> jax.Array:
+    """Where a row's last `width` inputs lie, oldest first: int32 [T, width].
 
-    state [slots, width - 1, C] holds the inputs before this call, newest last.
+    i >= 0 is row i of this call, NOWHERE is zero (before the sequence, or a row that is no token),
+    and i < NOWHERE is row -2 - i of the state [slots * (width - 1), C].
     """
-    rows, sequences = jnp.arange(x.shape[0]), batch.slot.shape[0]
+    row, sequences = jnp.arange(rows), batch.slot.shape[0]
     seq = jnp.minimum(batch.seq, sequences - 1)
     context, slot = batch.context[seq], batch.slot[seq]
     columns = []
     for back in range(width - 1, -1, -1):
         position = batch.positions - back
-        here = x[jnp.maximum(rows - back, 0)]
-        cached = state[slot, jnp.clip(position - context + width - 1, 0, width - 2)]
-        value = jnp.where((position >= context)[:, None], here, cached)
-        columns.append(jnp.where((position >= 0)[:, None], value, 0))
+        cached = slot * (width - 1) + jnp.clip(position - context + width - 1, 0, width - 2)
+        source = jnp.where(position >= context, row - back, -2 - cached)
+        inside = (position >= 0) & (batch.seq < sequences)
+        columns.append(jnp.where(inside, source, NOWHERE))
     return jnp.stack(columns, axis=1)
+
+
+def _followers(batch: RaggedBatch, rows: int, width: int) -> jax.Array:
+    """The row whose tap j reads row r, or NOWHERE: int32 [T, width]."""
+    row, columns = jnp.arange(rows), []
+    for ahead in range(width - 1, -1, -1):
+        later = jnp.minimum(row + ahead, rows - 1)
+        same = (batch.seq[later] == batch.seq) & (row + ahead < rows)
+        columns.append(jnp.where(same & (batch.seq < batch.slot.shape[0]), later, NOWHERE))
+    return jnp.stack(columns, axis=1)
+
+
+def _rows_or_zero(x: jax.Array, row: jax.Array) -> jax.Array:
+    return jnp.where((row >= 0)[..., None], x[jnp.maximum(row, 0)], 0)
+
+
+def _window(x: jax.Array, state: jax.Array, source: jax.Array) -> jax.Array:
+    """The inputs at `source`: [T, width, C]."""
+    cached = state[jnp.maximum(-2 - source, 0)]
+    return jnp.where((source < NOWHERE)[..., None], cached, _rows_or_zero(x, source))
 
 
 def _next_state(x: jax.Array, state: jax.Array, batch: RaggedBatch, width: int) -> jax.Array:
@@ -58,50 +84,56 @@ def _next_state(x: jax.Array, state: jax.Array, batch: RaggedBatch, width: int) 
 
 
 def _own_taps(ws: tuple[Parameter, ...], layout: Layout) -> jax.Array:
-    """The taps of this rank's channels, float32 [width, C]."""
-    parts = [context_part(weight.value(w), layout) for w in ws]
-    return jnp.concatenate(parts).T.astype(jnp.float32)
+    """The taps of this rank's channels, [C, width]."""
+    return jnp.concatenate([context_part(weight.value(w), layout) for w in ws])
 
 
 def _filter(window: jax.Array, taps: jax.Array) -> jax.Array:
-    return tree_sum(window.astype(jnp.float32) * taps, axis=1)
+    return tree_sum(window.astype(jnp.float32) * taps.T.astype(jnp.float32), axis=1)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _convolution(policy, layout, x, ws, state, batch):
     taps = _own_taps(ws, layout)
-    width = taps.shape[0]
-    out = elementary.silu(_filter(_window(x, state, batch, width), taps)).astype(x.dtype)
+    width = taps.shape[1]
+    cached, source = state.reshape(-1, x.shape[1]), _sources(batch, x.shape[0], width)
+    if policy.evaluation == "mosaic":
+        out = call(kernels.convolution, x, taps, cached, source)
+    else:
+        out = elementary.silu(_filter(_window(x, cached, source), taps)).astype(x.dtype)
     return out, _next_state(x, state, batch, width)
 
 
 def _convolution_forward(policy, layout, x, ws, state, batch):
-    return _convolution(policy, layout, x, ws, state, batch), (x, ws, state, batch)
+    return _convolution(policy, layout, x, ws, state, batch), (x, ws, batch)
+
+
+def _gradients(x, taps, source, follower, dout, leaves):
+    """(dx [T, C], each leaf's share of the taps' gradient, float32 [leaves, width, C])."""
+    window = _rows_or_zero(x, source)
+    before = _filter(window, taps)
+    s = elementary.sigmoid(before)
+    dout = _rows_or_zero(dout, source[:, -1])  # the newest tap reads the row itself
+    d = dout.astype(jnp.float32) * (s * (1.0 + before * (1.0 - s)))
+    dx = _filter(_rows_or_zero(d, follower), taps).astype(x.dtype)
+    return dx, token_leaves(d[:, None, :] * window.astype(jnp.float32), leaves)
 
 
 def _convolution_backward(policy, layout, saved, cotangents):
-    x, ws, state, batch = saved
-    own = _own_taps(ws, layout)
-    width, tokens = own.shape[0], x.shape[0]
-    window = _window(x, state, batch, width)
-    before = _filter(window, own)
-    s = elementary.sigmoid(before)
-    d = cotangents[0].astype(jnp.float32) * (s * (1.0 + before * (1.0 - s)))
-    # row r fed the rows r .. r + width - 1 of its own sequence
-    rows, taps = jnp.arange(tokens), []
-    for ahead in range(width - 1, -1, -1):
-        later = jnp.minimum(rows + ahead, tokens - 1)
-        same = (batch.seq[later] == batch.seq) & (rows + ahead < tokens)
-        taps.append(jnp.where(same[:, None], d[later], 0.0))
-    dx = tree_sum(jnp.stack(taps, axis=1) * own, axis=1)
-    terms = d[:, None, :] * window.astype(jnp.float32)
-    leaves = token_leaves(terms, policy.row_leaves // layout.data)  # [leaves, width, C]
+    x, ws, batch = saved
+    taps = _own_taps(ws, layout)
+    shape = x.shape[0], taps.shape[1]
+    places = _sources(batch, *shape), _followers(batch, *shape)
+    leaves = policy.row_leaves // layout.data
+    if policy.evaluation == "mosaic":
+        gradients = partial(call, kernels.convolution_backward)
+    else:
+        gradients = _gradients
+    dx, shares = gradients(x, taps, *places, cotangents[0], leaves=leaves)
     sizes = [weight.value(w).shape[0] // layout.context for w in ws]
-    parts = jnp.split(leaves, np.cumsum(sizes)[:-1], axis=2)
+    parts = jnp.split(shares, np.cumsum(sizes)[:-1], axis=2)
     dws = [pair_sum(join_parts(part, layout)).T for part in parts]
-    return (
-        dx.astype(x.dtype), tuple(map(weight.cotangent, ws, dws)), None, None
-    )  # fmt: skip
+    return dx, tuple(map(weight.cotangent, ws, dws)), None, None
 
 
 _convolution.defvjp(_convolution_forward, _convolution_backward)
@@ -123,6 +155,9 @@ def causal_convolution(
     ws: taps [C_i, width] of groups of channels that lie side by side in x; C_i are this model
     rank's channels, of which x has those of this context rank. layer: int32 scalar, the entry of
     `state` to read and write.
+
+    Raises:
+      ValueError: for channels that the kernels do not take.
     """
     out, new = _convolution(policy, layout, x, ws, state[layer], batch)
     return out, state.at[layer].set(new)

@@ -2,6 +2,7 @@
 
 Row: out[t] is the table's row of tokens[t]: pure movement, no rounding.
 Gradient: table rows sum over their tokens: each leaf of rows in row order, leaves by `pair_sum`.
+Kernel (gradient): rows are a multiple of 128 wide.
 """
 
 from functools import partial
@@ -15,8 +16,10 @@ from isojax.numerics.collectives import gather_rows, row_leaves
 from isojax.numerics.policy import Policy
 from isojax.numerics.trees import pair_sum
 from isojax.ops import weight
+from isojax.ops.kernel import call
 from isojax.ops.op import op
 from isojax.ops.weight import Parameter
+from pallas_kernels.rows_embedding import embedding_gradient
 
 
 def _local_rows(tokens: jax.Array, size: int, layout: Layout) -> jax.Array:
@@ -53,7 +56,11 @@ def _embedding_backward(policy, layout, saved, dout):
     size, width = weight.value(table).shape
     leaves = row_leaves(policy, layout)
     dout = gather_rows(dout, layout)
-    rows = _local_rows(tokens, size, layout).reshape(leaves, -1)
+    rows = _local_rows(tokens, size, layout)
+    if policy.evaluation == "mosaic":
+        total = call(embedding_gradient, rows, dout, size=size, leaves=leaves)
+        return None, weight.cotangent(table, total)
+    rows = rows.reshape(leaves, -1)
     terms = dout.astype(jnp.float32).reshape(leaves, -1, width)
     leaf = jnp.arange(leaves)
 

@@ -37,7 +37,9 @@ from isojax.numerics.trees import pair_sum, token_leaves
 from isojax.ops import gated_delta_mosaic as mosaic
 from isojax.ops import gated_delta_reference as reference
 from isojax.ops.gated_delta_state import DeltaState, init_state, state_specs
+from isojax.ops.kernel import call
 from isojax.ops.op import op
+from pallas_kernels import rows_gates as kernels
 
 _ONE_RANK = Layout()
 
@@ -89,7 +91,7 @@ def gated_delta(
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _gated_delta(policy, layout, inputs, state, layer, batch):
-    gates = _gates(layout, *inputs[3:])
+    gates = _gates(policy, layout, *inputs[3:])
     if policy.evaluation == "reference":
         return reference.forward(policy, inputs[:3], gates, state, layer, batch)
     if batch.piece_rows == 1:
@@ -100,7 +102,7 @@ def _gated_delta(policy, layout, inputs, state, layer, batch):
 def _gated_delta_fwd(policy, layout, inputs, state, layer, batch):
     if policy.evaluation == "reference":
         return _gated_delta(policy, layout, inputs, state, layer, batch), (inputs, batch)
-    gates = _gates(layout, *inputs[3:])
+    gates = _gates(policy, layout, *inputs[3:])
     out, state, saved = mosaic.prefill(policy, inputs[:3], gates, state, layer, batch, save=True)
     return (out, state), (inputs, saved)
 
@@ -108,7 +110,7 @@ def _gated_delta_fwd(policy, layout, inputs, state, layer, batch):
 def _gated_delta_bwd(policy, layout, saved, cotangents):
     inputs, rest = saved
     if policy.evaluation == "reference":
-        gates = _gates(layout, *inputs[3:])
+        gates = _gates(policy, layout, *inputs[3:])
         by_token = reference.backward(policy, inputs[:3], gates, rest, cotangents[0])
     else:
         by_token = mosaic.backward(rest, cotangents[0])
@@ -118,9 +120,11 @@ def _gated_delta_bwd(policy, layout, saved, cotangents):
 _gated_delta.defvjp(_gated_delta_fwd, _gated_delta_bwd)
 
 
-def _gates(layout, a, b, A_log, dt_bias):
-    """Log decay g and write strength beta, float32 [..., Hv]."""
+def _gates(policy, layout, a, b, A_log, dt_bias):
+    """Log decay g and write strength beta, float32 [T, Hv]."""
     A_log, dt_bias = context_part(A_log, layout), context_part(dt_bias, layout)
+    if policy.evaluation == "mosaic":
+        return call(kernels.gates, a, b, A_log, dt_bias)
     x = a.astype(jnp.float32) + dt_bias
     softplus = jnp.maximum(x, 0) + elementary.log1p(elementary.exp(-jnp.abs(x)))
     return -elementary.exp(A_log) * softplus, elementary.sigmoid(b.astype(jnp.float32))
@@ -130,7 +134,7 @@ def _through_gates(policy: Policy, layout: Layout, inputs, by_token):
     """From the gradients of q, k, v, g and beta to those of the op's inputs."""
     q, k, v, a, b, A_log, dt_bias = inputs
     d_q, d_k, d_v, d_g, d_beta = by_token
-    g, beta = _gates(layout, a, b, A_log, dt_bias)
+    g, beta = _gates(policy, layout, a, b, A_log, dt_bias)
     rate, bias = elementary.exp(context_part(A_log, layout)), context_part(dt_bias, layout)
     d_x = d_g * (-rate) * elementary.sigmoid(a.astype(jnp.float32) + bias)
     d_b = d_beta * (beta * (1 - beta))

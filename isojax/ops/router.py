@@ -6,8 +6,11 @@ Tree: logits by a `product` over features; the softmax's sum by halving over the
 Rounding: operands in the compute dtype, all else float32; the weights stay float32.
 Gradient: by x a product over experts, which no rank cuts; by the weight a sum over tokens in leaves
 of rows.
+Kernels of the softmax: a sum over all experts adds those of a thread in order, then threads; their
+number is a multiple of 32.
 """
 
+from collections.abc import Callable
 from functools import partial
 
 import jax
@@ -19,15 +22,26 @@ from isojax.numerics import elementary
 from isojax.numerics.policy import Policy
 from isojax.numerics.trees import tree_sum
 from isojax.ops import weight
+from isojax.ops.kernel import call
 from isojax.ops.linear import stream_gradient
 from isojax.ops.op import op
 from isojax.ops.product import product
 from isojax.ops.weight import Parameter
+from pallas_kernels import rows_softmax as kernels
 
 
-def _softmax(logits: jax.Array) -> jax.Array:
+def _softmax(logits: jax.Array, kernel: Callable[..., jax.Array], policy: Policy) -> jax.Array:
+    if policy.evaluation == "mosaic":
+        return call(kernel, logits)
     e = elementary.exp(logits - jnp.max(logits, axis=-1, keepdims=True))
     return e / tree_sum(e)[..., None]
+
+
+def _softmax_backward(p, dp, terms, kernel, policy):
+    """p (dp - sum(dp p)); terms: those of dp p that are not zero, which the kernel finds itself."""
+    if policy.evaluation == "mosaic":
+        return call(kernel, p, dp)
+    return p * (dp - tree_sum(terms)[..., None])
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -41,9 +55,10 @@ def _router_forward(static, x, w):
     chosen, experts = lax.top_k(logits, top_k)
     experts = experts.astype(jnp.int32)
     if normalise:
-        weights = _softmax(chosen)
+        weights = _softmax(chosen, kernels.softmax_chosen, policy)
     else:
-        weights = jnp.take_along_axis(_softmax(logits), experts, axis=-1)
+        everyone = _softmax(logits, kernels.softmax, policy)
+        weights = jnp.take_along_axis(everyone, experts, axis=-1)
     return (weights, experts), (x, w, logits, weights, experts)
 
 
@@ -51,13 +66,17 @@ def _router_backward(static, saved, cotangents):
     _, normalise, policy, layout = static
     x, w, logits, weights, experts = saved
     d = cotangents[0]
-    inner = tree_sum(d * weights)[..., None]
     rows = jnp.arange(x.shape[0])[:, None]
     at_chosen = jnp.zeros_like(logits).at[rows, experts]
     if normalise:
-        dlogits = at_chosen.set(weights * (d - inner), unique_indices=True)
+        dchosen = _softmax_backward(
+            weights, d, d * weights, kernels.softmax_chosen_backward, policy
+        )
+        dlogits = at_chosen.set(dchosen, unique_indices=True)
     else:
-        dlogits = _softmax(logits) * (at_chosen.set(d, unique_indices=True) - inner)
+        everyone = _softmax(logits, kernels.softmax, policy)
+        dp = at_chosen.set(d, unique_indices=True)
+        dlogits = _softmax_backward(everyone, dp, d * weights, kernels.softmax_backward, policy)
     dlogits = dlogits.astype(x.dtype)
     dx = product(dlogits, weight.value(w), policy, transpose_b=True, dtype=x.dtype)
     return dx, weight.cotangent(w, stream_gradient(x, dlogits, policy, layout))
