@@ -72,7 +72,6 @@ def paged_attention(
     tiles: bool,
     decode: bool,
     lse: bool = False,
-    interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array | None]:
     """Causal attention of new tokens over the pages of their sequences, themselves included.
 
@@ -97,7 +96,7 @@ def paged_attention(
         raise ValueError("the log-sum-exp is kept for training only: plan with decode=False")
     tokens, heads, _ = q.shape
     out, sums = jnp.zeros(q.shape, q.dtype), None
-    options = {"scale": scale, "blocking": blocking, "interpret": interpret}
+    options = {"scale": scale, "blocking": blocking}
     if tiles:
         out, sums = attention_prefill.prefill(
             _pad_rows(q), k_pages, v_pages, page_table, work, lse=lse, **options
@@ -138,7 +137,6 @@ def paged_attention_backward(
     scale: float,
     max_length: int,
     chain: int = 1,
-    interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Gradient of `paged_attention` over whole sequences (context 0).
 
@@ -160,5 +158,4 @@ def paged_attention_backward(
     q, k, v, out, dout = map(_pad_rows, arrays)
     return attention_backward.backward(
         q, k, v, out, lse, dout, work, scale=scale, max_length=max_length, chain=chain,
-        interpret=interpret,
     )  # fmt: skip

@@ -30,15 +30,20 @@ def product(a, b, *, then: Callable[[], None] = lambda: None) -> jax.Array:
     return pl.run_scoped(issue, plgpu.ACC((a.shape[0], b.shape[1]), jnp.float32))
 
 
-def accumulate(
-    acc: jax.Array, a, b, *, interpret: bool, then: Callable[[], None] = lambda: None
-) -> jax.Array:
+def _interpreted() -> bool:
+    """Whether kernels are traced for the interpreter."""
+    from jax._src import config  # nothing public tells
+
+    return config.pallas_tpu_interpret_mode_context_manager.value is not None
+
+
+def accumulate(acc: jax.Array, a, b, *, then: Callable[[], None] = lambda: None) -> jax.Array:
     """acc + a @ b, summed in the tensor core; a may be an array in registers.
 
-    interpret: the interpreter of Mosaic GPU kernels knows neither an initialised accumulator nor an
-    operand in registers; there the product is plain arithmetic.
+    The interpreter of Mosaic GPU kernels knows neither an initialised accumulator nor an operand in
+    registers; there the product is plain arithmetic.
     """
-    if interpret:
+    if _interpreted():
         then()
         return acc + jnp.dot(a[...], b[...], preferred_element_type=jnp.float32)
 
