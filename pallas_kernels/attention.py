@@ -96,14 +96,16 @@ def paged_attention(
         raise ValueError("the log-sum-exp is kept for training only: plan with decode=False")
     tokens, heads, _ = q.shape
     out, sums = jnp.zeros(q.shape, q.dtype), None
-    options = {"scale": scale, "blocking": blocking}
     if tiles:
         out, sums = attention_prefill.prefill(
-            _pad_rows(q), k_pages, v_pages, page_table, work, lse=lse, **options
-        )
+            _pad_rows(q), k_pages, v_pages, page_table, work, scale=scale, blocking=blocking,
+            lse=lse,
+        )  # fmt: skip
         out = out[:tokens]
     if decode:
-        rows = attention_decode.decode(q, k_pages, v_pages, page_table, work, **options)
+        rows = attention_decode.decode(
+            q, k_pages, v_pages, page_table, work, scale=scale, blocking=blocking
+        )
         out = out.at[jnp.where(work.segments > 0, start, tokens)].set(rows, mode="drop")
     if sums is not None:
         at = attention_prefill.tile_rows(work, sums.shape[2], tokens)
@@ -152,7 +154,7 @@ def paged_attention_backward(
       neighbouring chains, for the caller to join with other ranks' and to round. Zero at padding
       rows.
     """
-    arrays = (q, k, v, out, dout)
+    arrays = [q, k, v, out, dout]
     if work.source is not None:
         arrays = [x.at[work.source].get(mode="fill", fill_value=0) for x in arrays]
     q, k, v, out, dout = map(_pad_rows, arrays)

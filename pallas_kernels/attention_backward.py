@@ -375,7 +375,9 @@ def backward(
 
     one = pairs * group * ROWS * ROWS * q.dtype.itemsize
     at_once = max(1, min(kv_heads, scratch_bytes // one))
-    dq, dk, dv = [], [], []
+    dq: list[jax.Array] = []
+    dk: list[jax.Array] = []
+    dv: list[jax.Array] = []
     for first in range(0, kv_heads, at_once):
         span = min(at_once, kv_heads - first)
         first_head, count = first * group, span * group

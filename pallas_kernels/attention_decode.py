@@ -39,10 +39,10 @@ def padded_dim(dim: int) -> int:
 
 
 def _decode_kernel(
-    q, k_pages, v_pages, table, items, count, *refs, scale: float, blocking: Blocking, whole: bool,
+    q, k_pages, v_pages, table, items, count, *rest, scale: float, blocking: Blocking, whole: bool,
     group: int, rows: int,
 ):  # fmt: skip
-    refs = list(refs)
+    refs = list(rest)
     if whole:
         out = refs.pop(0)
     else:

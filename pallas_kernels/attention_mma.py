@@ -15,8 +15,9 @@ COMPUTE_REGISTERS, FEED_REGISTERS = 232, 40
 def operand(shape: tuple[int, ...], dtype: jnp.dtype = jnp.bfloat16):
     """Shared memory [..., rows, columns] in the tiled and swizzled layout that wgmma reads."""
     columns = 128 // jnp.dtype(dtype).itemsize
-    transforms = (plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(128))
-    return plgpu.SMEM(shape, dtype, transforms=transforms)
+    tiling = plgpu.TilingTransform((8, columns))  # type: ignore[abstract]
+    swizzle = plgpu.SwizzleTransform(128)  # type: ignore[abstract]
+    return plgpu.SMEM(shape, dtype, transforms=(tiling, swizzle))
 
 
 def product(a, b, *, then: Callable[[], None] = lambda: None) -> jax.Array:

@@ -57,10 +57,10 @@ def stages(dim: int, block: int) -> int:
 
 
 def _kernel(
-    q, k_pages, v_pages, table, tiles, count, out, *refs, scale: float, blocking: Blocking,
+    q, k_pages, v_pages, table, tiles, count, out, *rest, scale: float, blocking: Blocking,
     lse: bool, spill: bool,
 ):  # fmt: skip
-    refs = list(refs)
+    refs = list(rest)
     lse_out = refs.pop(0) if lse else None
     m_spill, mass_spill, acc_spill = (refs.pop(0) for _ in range(3)) if spill else (None,) * 3
     q_smem, k_smem, v_smem, tail_smem, q_ready, k_ready, v_ready, k_free, v_free, turn = refs

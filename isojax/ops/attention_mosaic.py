@@ -35,14 +35,15 @@ def _blocking(policy: Policy, heads: int, kv_heads: int) -> Blocking:
     return attention.blocking_of(heads, kv_heads, policy.kv_block, policy.kv_segment)
 
 
-def _lists(batch: RaggedBatch) -> dict[str, bool]:
-    """Which lists may hold entries. Where a sequence stands moves no bit of it.
+def _lists(batch: RaggedBatch) -> tuple[bool, bool]:
+    """Whether tiles, and whether single tokens split over KV segments, may be in the work lists.
+    Which of them has a sequence moves no bit of it.
 
     Tiles of 64 rows take pieces and whole sequences. Single tokens of the sampler are split over
     KV segments, which is the faster the longer their contexts; a training sequence of one row has
     no context and would not pay for another kernel.
     """
-    return {"tiles": batch.whole or batch.piece_rows > 1, "decode": not batch.whole}
+    return batch.whole or batch.piece_rows > 1, not batch.whole
 
 
 def _check(policy: Policy, heads: int, page: int, kv_heads: int, width: int) -> None:
@@ -92,7 +93,7 @@ def plan(policy: Policy, heads: int, pool_shape: tuple[int, ...], batch: RaggedB
     tokens = batch.tokens.shape[0]
     forward = attention.plan_attention(
         batch.start, batch.length, batch.context, tokens=tokens,
-        max_keys=batch.page_table.shape[1] * page, decode=_lists(batch)["decode"],
+        max_keys=batch.page_table.shape[1] * page, decode=_lists(batch)[1],
         blocking=_blocking(policy, heads, kv_heads),
     )  # fmt: skip
     if not batch.whole:
@@ -112,19 +113,19 @@ def forward(
     if lse and not batch.whole:
         raise ValueError("the gradient is of whole sequences: build the batch with whole=True")
     tables = batch.page_table + layer * keys.shape[1]
-    pools = [x.reshape(-1, *x.shape[2:]) for x in (keys, values)]
+    flat = lambda x: x.reshape(-1, *x.shape[2:])  # noqa: E731
     short = max(0, batch.piece_rows - k.shape[0])  # the write addresses a whole piece at least
-    rows = [jnp.pad(x, ((0, short), (0, 0), (0, 0))) for x in (k, v)]
-    pools = attention.write_pages(
-        *rows, *pools, tables, batch.piece_seq, batch.piece_row, batch.piece_first, batch.piece_len,
-        piece_rows=batch.piece_rows,
+    k, v = (jnp.pad(x, ((0, short), (0, 0), (0, 0))) for x in (k, v))
+    k_pages, v_pages = attention.write_pages(
+        k, v, flat(keys), flat(values), tables, batch.piece_seq, batch.piece_row, batch.piece_first,
+        batch.piece_len, piece_rows=batch.piece_rows,
     )  # fmt: skip
+    tiles, decode = _lists(batch)
     out, sums = attention.paged_attention(
-        q, *pools, tables, batch.start, work.forward, scale=scale,
-        blocking=_blocking(policy, q.shape[1], k.shape[1]), lse=lse, **_lists(batch),
+        q, k_pages, v_pages, tables, batch.start, work.forward, scale=scale,
+        blocking=_blocking(policy, q.shape[1], k.shape[1]), tiles=tiles, decode=decode, lse=lse,
     )  # fmt: skip
-    keys, values = (x.reshape(keys.shape) for x in pools)
-    return out, sums, keys, values
+    return out, sums, k_pages.reshape(keys.shape), v_pages.reshape(values.shape)
 
 
 @partial(jax.jit, static_argnames=("scale", "max_length"))
