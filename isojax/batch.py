@@ -37,7 +37,7 @@ class Bucket:
         "tokens", "positions", "seq", "start", "length", "context", "slot", "page_table",
         "piece_seq", "piece_row", "piece_first", "piece_len",
     ],
-    meta_fields=["piece_rows"],
+    meta_fields=["piece_rows", "whole"],
 )  # fmt: skip
 @dataclasses.dataclass(frozen=True)
 class RaggedBatch:
@@ -55,6 +55,7 @@ class RaggedBatch:
       inside one chunk of positions: its sequence, the row and the position of its first token, its
       length (0: unused). The pieces of a sequence stand in order.
     piece_rows: static; the most rows a piece may have.
+    whole: static; every sequence is all there (context 0), as a gradient needs it.
     """
 
     tokens: jax.Array
@@ -70,6 +71,7 @@ class RaggedBatch:
     piece_first: jax.Array
     piece_len: jax.Array
     piece_rows: int
+    whole: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,12 +90,18 @@ class Segment:
     row: int | None = None
 
 
-def build(segments: Sequence[Segment], bucket: Bucket, chunk: int) -> RaggedBatch:
+def build(
+    segments: Sequence[Segment], bucket: Bucket, chunk: int, *, whole: bool = False
+) -> RaggedBatch:
     """Lay segments end to end in the shape of `bucket`, as NumPy arrays.
 
+    whole: see `RaggedBatch`.
+
     Raises:
-      ValueError: if they do not fit the bucket.
+      ValueError: if they do not fit the bucket, or continue a sequence in a batch of whole ones.
     """
+    if whole and any(segment.context for segment in segments):
+        raise ValueError("whole sequences have no cached tokens")
     tokens, positions = np.zeros((2, bucket.tokens), np.int32)
     seq = np.full(bucket.tokens, bucket.sequences, np.int32)
     start, length, context, slot = np.zeros((4, bucket.sequences), np.int32)
@@ -142,7 +150,7 @@ def build(segments: Sequence[Segment], bucket: Bucket, chunk: int) -> RaggedBatc
         "piece_first": piece_first,
         "piece_len": piece_len,
     }
-    return RaggedBatch(**fields, piece_rows=bucket.piece_rows)
+    return RaggedBatch(**fields, piece_rows=bucket.piece_rows, whole=whole)
 
 
 def pad_rows(batch: RaggedBatch, multiple: int) -> RaggedBatch:

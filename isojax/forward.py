@@ -15,6 +15,7 @@ from isojax.models.blocks import Static, attention_block, delta_block, mlp, moe
 from isojax.models.config import ModelConfig
 from isojax.numerics.collectives import context_rows
 from isojax.numerics.policy import Policy
+from isojax.ops.attention import attention_work
 from isojax.ops.elementwise import add
 from isojax.ops.embedding import embedding
 from isojax.ops.logprob import linear_logprob
@@ -44,6 +45,7 @@ def forward(
     kinds = model.layer_types[: model.period]
     tokens, positions = (context_rows(x, layout) for x in (batch.tokens, batch.positions))
     table = rotary_table(positions, rotary_dim=model.rotary_dim, theta=model.rope_theta)
+    work = attention_work(batch, cache.keys, heads=model.num_attention_heads, **s.ops)
     per_period = {kind: kinds.count(kind) for kind in kinds}
 
     def entry(pool: jax.Array | None, period: jax.Array, kind: str, index: int) -> jax.Array:
@@ -60,7 +62,7 @@ def forward(
             h = rms_norm(x, p["input_norm"], **s.norm)
             if kind == "full_attention":
                 at = entry(cache.keys, number, kind, seen[kind])
-                y, cache = attention_block(p["attn"], h, batch, cache, at, table, s)
+                y, cache = attention_block(p["attn"], h, batch, cache, at, table, work, s)
             else:
                 at = entry(cache.conv, number, kind, seen[kind])
                 y, cache = delta_block(p["gdn"], h, batch, cache, at, s)

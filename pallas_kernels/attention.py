@@ -72,7 +72,6 @@ def paged_attention(
     tiles: bool,
     decode: bool,
     lse: bool = False,
-    interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array | None]:
     """Causal attention of new tokens over the pages of their sequences, themselves included.
 
@@ -97,14 +96,16 @@ def paged_attention(
         raise ValueError("the log-sum-exp is kept for training only: plan with decode=False")
     tokens, heads, _ = q.shape
     out, sums = jnp.zeros(q.shape, q.dtype), None
-    options = {"scale": scale, "blocking": blocking, "interpret": interpret}
     if tiles:
         out, sums = attention_prefill.prefill(
-            _pad_rows(q), k_pages, v_pages, page_table, work, lse=lse, **options
-        )
+            _pad_rows(q), k_pages, v_pages, page_table, work, scale=scale, blocking=blocking,
+            lse=lse,
+        )  # fmt: skip
         out = out[:tokens]
     if decode:
-        rows = attention_decode.decode(q, k_pages, v_pages, page_table, work, **options)
+        rows = attention_decode.decode(
+            q, k_pages, v_pages, page_table, work, scale=scale, blocking=blocking
+        )
         out = out.at[jnp.where(work.segments > 0, start, tokens)].set(rows, mode="drop")
     if sums is not None:
         at = attention_prefill.tile_rows(work, sums.shape[2], tokens)
@@ -138,7 +139,6 @@ def paged_attention_backward(
     scale: float,
     max_length: int,
     chain: int = 1,
-    interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Gradient of `paged_attention` over whole sequences (context 0).
 
@@ -154,11 +154,10 @@ def paged_attention_backward(
       neighbouring chains, for the caller to join with other ranks' and to round. Zero at padding
       rows.
     """
-    arrays = (q, k, v, out, dout)
+    arrays = [q, k, v, out, dout]
     if work.source is not None:
         arrays = [x.at[work.source].get(mode="fill", fill_value=0) for x in arrays]
     q, k, v, out, dout = map(_pad_rows, arrays)
     return attention_backward.backward(
         q, k, v, out, lse, dout, work, scale=scale, max_length=max_length, chain=chain,
-        interpret=interpret,
     )  # fmt: skip

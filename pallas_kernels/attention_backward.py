@@ -39,14 +39,13 @@ MANY = 1 << 30  # more steps than a tile has, see attention_prefill
 PART = 64  # columns that pass through registers at a time outside the products
 
 
-def _call(body, name: str, interpret: bool, **kwargs):
+def _call(body, name: str, **kwargs):
     return plgpu.kernel(
         body,
         compiler_params=plgpu.CompilerParams(
             approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane
         ),
         kernel_name=name,
-        **({"interpret": plgpu.InterpretGPUParams()} if interpret else {}),
         **kwargs,
     )
 
@@ -77,7 +76,7 @@ def _delta_kernel(out, dout, tiles, count, delta, out_smem, dout_smem, ready):
 def _key_kernel(
     q, k, v, dout, lse, delta, tiles, order, count, dk, dv, ds, k_smem, v_smem, q_smem, dout_smem,
     lse_smem, delta_smem, p_smem, ds_smem, kv_ready, q_ready, dout_ready, free, p_ready, p_free, *,
-    scale: float, first_head: int, chain: int, interpret: bool,
+    scale: float, first_head: int, chain: int,
 ):  # fmt: skip
     wg = lax.axis_index("wg")
     at, unit = lax.axis_index("tile"), lax.axis_index("unit")
@@ -125,7 +124,7 @@ def _key_kernel(
                 plgpu.barrier_arrive(p_ready)
                 plgpu.barrier_wait(dout_ready.at[here])
                 clear(dout_smem.at[here], i)
-                acc = accumulate(acc, p.astype(q.dtype), dout_smem.at[here], interpret=interpret)
+                acc = accumulate(acc, p.astype(q.dtype), dout_smem.at[here])
                 plgpu.barrier_arrive(free.at[here])
                 return acc
 
@@ -152,7 +151,7 @@ def _key_kernel(
                 plgpu.copy_smem_to_gmem(ds_smem, ds.at[pair, head])
                 plgpu.barrier_wait(q_ready.at[here])
                 clear(q_smem.at[here], i)
-                acc = accumulate(acc, d, q_smem.at[here], interpret=interpret)
+                acc = accumulate(acc, d, q_smem.at[here])
                 plgpu.barrier_arrive(free.at[here])
                 return acc
 
@@ -197,7 +196,7 @@ def _key_kernel(
 
 def _query_kernel(
     k, ds, tiles, order, count, dq, out_smem, k_smem, ds_smem, ready, free, *, scale: float,
-    group: int, first_head: int, interpret: bool,
+    group: int, first_head: int,
 ):  # fmt: skip
     wg, at, unit = (lax.axis_index(name) for name in ("wg", "tile", "unit"))
     ring, (width, _, dim) = k_smem.shape[0], out_smem.shape
@@ -219,7 +218,7 @@ def _query_kernel(
                     functools.partial(clear_stale, k_smem.at[here], j * ROWS, length)
                 )
                 scores = ds_smem.at[here, wg].transpose((1, 0))
-                acc = accumulate(acc, scores, k_smem.at[here], interpret=interpret)
+                acc = accumulate(acc, scores, k_smem.at[here])
                 plgpu.barrier_arrive(free.at[here])
                 return acc
 
@@ -253,14 +252,13 @@ def _query_kernel(
     pl.when(at < count[0])(work)
 
 
-def _deltas(out, dout, plan: TrainingPlan, interpret: bool) -> jax.Array:
+def _deltas(out, dout, plan: TrainingPlan) -> jax.Array:
     """float32 [NT, Hq, 64]: sum over D of out * dout for the rows of each tile."""
     heads, dim = out.shape[1:]
     tiles = plan.tiles.shape[0]
     return _call(
         _delta_kernel,
         "attention_delta",
-        interpret,
         out_type=jax.ShapeDtypeStruct((tiles, heads, ROWS), jnp.float32),
         grid=(tiles, heads),
         grid_names=("tile", "head"),
@@ -268,18 +266,15 @@ def _deltas(out, dout, plan: TrainingPlan, interpret: bool) -> jax.Array:
     )(out, dout, plan.tiles, plan.count)
 
 
-def _by_key(q, k, v, dout, lse, delta, plan, pairs, first_head, heads, chain, scale, interpret):
+def _by_key(q, k, v, dout, lse, delta, plan, pairs, first_head, heads, chain, scale):
     """dK and dV [NT, heads / chain, 64, D] float32 of every tile, dS^T [pairs, heads, 64, 64]."""
     dim, tiles = q.shape[2], plan.tiles.shape[0]
     fixed = 2 * ROWS * dim * 2 + ROWS * ROWS * 6 + 8192
     ring = min(4, (SHARED_BYTES - fixed) // (2 * ROWS * dim * 2))
     shape = jax.ShapeDtypeStruct
     return _call(
-        functools.partial(
-            _key_kernel, scale=scale, first_head=first_head, chain=chain, interpret=interpret
-        ),
+        functools.partial(_key_kernel, scale=scale, first_head=first_head, chain=chain),
         "attention_backward_keys",
-        interpret,
         out_type=[
             shape((tiles, heads // chain, ROWS, dim), jnp.float32),
             shape((tiles, heads // chain, ROWS, dim), jnp.float32),
@@ -308,18 +303,15 @@ def _by_key(q, k, v, dout, lse, delta, plan, pairs, first_head, heads, chain, sc
     )(q, k, v, dout, lse, delta, plan.tiles, plan.by_key, plan.count)
 
 
-def _by_query(k, ds, plan, first_head, heads, group, scale, interpret):
+def _by_query(k, ds, plan, first_head, heads, group, scale):
     """dQ of every tile and query head, in k's dtype [NT, heads, 64, D]."""
     dim, tiles = k.shape[2], plan.tiles.shape[0]
     width = 2 if group % 2 == 0 else 1
     fixed = width * ROWS * dim * 2 + 4096
     ring = min(6, (SHARED_BYTES - fixed) // (ROWS * dim * 2 + width * ROWS * ROWS * 2))
     return _call(
-        functools.partial(
-            _query_kernel, scale=scale, group=group, first_head=first_head, interpret=interpret
-        ),
+        functools.partial(_query_kernel, scale=scale, group=group, first_head=first_head),
         "attention_backward_queries",
-        interpret,
         out_type=jax.ShapeDtypeStruct((tiles, heads, ROWS, dim), k.dtype),
         grid=(tiles, heads // width),
         grid_names=("tile", "unit"),
@@ -356,7 +348,6 @@ def backward(
     max_length: int,
     chain: int,
     scratch_bytes: int = 4 << 30,
-    interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Gradients of causal attention over the whole sequences of `plan`.
 
@@ -380,18 +371,20 @@ def backward(
     tiles = plan.tiles.shape[0]
     pairs = tiles * (longest + 1) // 2
     lse = jnp.swapaxes(lse.at[plan.rows].get(mode="fill", fill_value=0.0) * LOG2E, 1, 2)
-    delta = _deltas(out, dout, plan, interpret)
+    delta = _deltas(out, dout, plan)
 
     one = pairs * group * ROWS * ROWS * q.dtype.itemsize
     at_once = max(1, min(kv_heads, scratch_bytes // one))
-    dq, dk, dv = [], [], []
+    dq: list[jax.Array] = []
+    dk: list[jax.Array] = []
+    dv: list[jax.Array] = []
     for first in range(0, kv_heads, at_once):
         span = min(at_once, kv_heads - first)
         first_head, count = first * group, span * group
         k_part, v_part, ds = _by_key(
-            q, k, v, dout, lse, delta, plan, pairs, first_head, count, chain, scale, interpret
+            q, k, v, dout, lse, delta, plan, pairs, first_head, count, chain, scale
         )
-        dq.append(_by_query(k, ds, plan, first_head, count, group, scale, interpret))
+        dq.append(_by_query(k, ds, plan, first_head, count, group, scale))
         for parts, part in ((dk, k_part), (dv, v_part)):
             parts.append(pair_sum(part.reshape(tiles, span, group // chain, ROWS, dim)))
 

@@ -39,10 +39,10 @@ def padded_dim(dim: int) -> int:
 
 
 def _decode_kernel(
-    q, k_pages, v_pages, table, items, count, *refs, scale: float, blocking: Blocking, whole: bool,
-    group: int, rows: int, interpret: bool,
+    q, k_pages, v_pages, table, items, count, *rest, scale: float, blocking: Blocking, whole: bool,
+    group: int, rows: int,
 ):  # fmt: skip
-    refs = list(refs)
+    refs = list(rest)
     if whole:
         out = refs.pop(0)
     else:
@@ -96,7 +96,7 @@ def _decode_kernel(
                     pl.when(key + block > position + 1)(
                         functools.partial(clear_stale, v_smem.at[here], key, position + 1)
                     )
-                acc = accumulate(acc, p.astype(q.dtype), v_smem.at[here], interpret=interpret)
+                acc = accumulate(acc, p.astype(q.dtype), v_smem.at[here])
                 plgpu.barrier_arrive(v_free.at[here])
                 return m, mass, acc
 
@@ -189,14 +189,13 @@ def decode(
     scale: float,
     blocking: Blocking,
     blocks: int = 132,
-    interpret: bool = False,
 ) -> jax.Array:
     """Attention of every item of `work`: sequences with one new token.
 
     Args:
       q: bfloat16 [T, Hq, D]; D a multiple of 64, at most 256.
       k_pages, v_pages: bfloat16 [N, page, Hkv, D]. page_table: int32 [S, M].
-      scale: factor of q . k. blocks: thread blocks, one for each multiprocessor.
+      scale: factor of q . k. blocks: most thread blocks, one for each multiprocessor.
     Returns:
       bfloat16 [S, Hq, D]: the row of each sequence that has an item; anything for every other.
     """
@@ -232,7 +231,6 @@ def decode(
     ring = min(8, (SHARED_BYTES - fixed) // (2 * block * dim * 2))
     arrivals = block // min(page, block)
     params = plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane)
-    mode = {"interpret": plgpu.InterpretGPUParams()} if interpret else {}
     results = plgpu.kernel(
         functools.partial(
             _decode_kernel,
@@ -241,10 +239,9 @@ def decode(
             whole=whole,
             group=stride,
             rows=rows,
-            interpret=interpret,
         ),  # fmt: skip
         out_type=outs,
-        grid=(blocks,),
+        grid=(min(blocks, work.items.shape[0] * kv_heads),),
         grid_names=("sm",),
         num_threads=2,
         thread_name="wg",
@@ -261,7 +258,6 @@ def decode(
         ],
         compiler_params=params,
         kernel_name="attention_decode",
-        **mode,
     )(q, k_pages, v_pages, page_table, work.items, work.item_count)
     if whole:
         [out] = results
@@ -273,6 +269,5 @@ def decode(
             grid_names=("seq", "kv_head", "row"),
             compiler_params=params,
             kernel_name="attention_combine",
-            **mode,
         )(*results, work.segments)
     return out[:, :, :group, :dim].reshape(sequences, heads, dim)

@@ -15,8 +15,9 @@ COMPUTE_REGISTERS, FEED_REGISTERS = 232, 40
 def operand(shape: tuple[int, ...], dtype: jnp.dtype = jnp.bfloat16):
     """Shared memory [..., rows, columns] in the tiled and swizzled layout that wgmma reads."""
     columns = 128 // jnp.dtype(dtype).itemsize
-    transforms = (plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(128))
-    return plgpu.SMEM(shape, dtype, transforms=transforms)
+    tiling = plgpu.TilingTransform((8, columns))  # type: ignore[abstract]
+    swizzle = plgpu.SwizzleTransform(128)  # type: ignore[abstract]
+    return plgpu.SMEM(shape, dtype, transforms=(tiling, swizzle))
 
 
 def product(a, b, *, then: Callable[[], None] = lambda: None) -> jax.Array:
@@ -30,15 +31,20 @@ def product(a, b, *, then: Callable[[], None] = lambda: None) -> jax.Array:
     return pl.run_scoped(issue, plgpu.ACC((a.shape[0], b.shape[1]), jnp.float32))
 
 
-def accumulate(
-    acc: jax.Array, a, b, *, interpret: bool, then: Callable[[], None] = lambda: None
-) -> jax.Array:
+def _interpreted() -> bool:
+    """Whether kernels are traced for the interpreter."""
+    from jax._src import config  # nothing public tells
+
+    return config.pallas_tpu_interpret_mode_context_manager.value is not None
+
+
+def accumulate(acc: jax.Array, a, b, *, then: Callable[[], None] = lambda: None) -> jax.Array:
     """acc + a @ b, summed in the tensor core; a may be an array in registers.
 
-    interpret: the interpreter of Mosaic GPU kernels knows neither an initialised accumulator nor an
-    operand in registers; there the product is plain arithmetic.
+    The interpreter of Mosaic GPU kernels knows neither an initialised accumulator nor an operand in
+    registers; there the product is plain arithmetic.
     """
-    if interpret:
+    if _interpreted():
         then()
         return acc + jnp.dot(a[...], b[...], preferred_element_type=jnp.float32)
 

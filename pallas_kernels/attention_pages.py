@@ -113,7 +113,6 @@ def write_pages(
     piece_len: jax.Array,
     *,
     piece_rows: int,
-    interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """Copy the keys and values of new tokens into their pages, in place; no other byte of a page
     changes.
@@ -145,6 +144,5 @@ def write_pages(
         ],
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
         kernel_name="attention_write_pages",
-        **({"interpret": plgpu.InterpretGPUParams()} if interpret else {}),
     )(k, v, k_ref, v_ref, page_table, piece_seq, piece_row, piece_first, piece_len)
     return jax.freeze(k_ref), jax.freeze(v_ref)

@@ -57,10 +57,10 @@ def stages(dim: int, block: int) -> int:
 
 
 def _kernel(
-    q, k_pages, v_pages, table, tiles, count, out, *refs, scale: float, blocking: Blocking,
-    lse: bool, spill: bool, interpret: bool,
+    q, k_pages, v_pages, table, tiles, count, out, *rest, scale: float, blocking: Blocking,
+    lse: bool, spill: bool,
 ):  # fmt: skip
-    refs = list(refs)
+    refs = list(rest)
     lse_out = refs.pop(0) if lse else None
     m_spill, mass_spill, acc_spill = (refs.pop(0) for _ in range(3)) if spill else (None,) * 3
     q_smem, k_smem, v_smem, tail_smem, q_ready, k_ready, v_ready, k_free, v_free, turn = refs
@@ -126,7 +126,7 @@ def _kernel(
             def next_keys():
                 pl.when(j + 1 < blocks)(lambda: plgpu.barrier_wait(k_ready.at[slot(j + 1)]))
 
-            acc = accumulate(acc, p16, v_smem.at[slot(j)], interpret=interpret, then=next_keys)
+            acc = accumulate(acc, p16, v_smem.at[slot(j)], then=next_keys)
             plgpu.barrier_arrive(v_free.at[slot(j)])
             return m, mass, acc
 
@@ -261,7 +261,6 @@ def prefill(
     scale: float,
     blocking: Blocking,
     lse: bool,
-    interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array | None]:
     """Causal attention of every tile of `work`.
 
@@ -291,7 +290,10 @@ def prefill(
         outs += [shape((tiles, heads, rows), jnp.float32)] * 2
         outs.append(shape((tiles, heads, rows, dim), jnp.float32))
     arrivals = block // min(page, block)
-    out = jax.new_ref(jnp.zeros(q.shape, q.dtype))
+    # Rematerialisation parts what follows from constants alone from the rest and would hand on a
+    # reference, which it cannot: let the zeros follow from q.
+    q, zeros = lax.optimization_barrier((q, jnp.zeros(q.shape, q.dtype)))
+    out = jax.new_ref(zeros)
     results = plgpu.kernel(
         functools.partial(
             _kernel,
@@ -299,7 +301,6 @@ def prefill(
             blocking=blocking,
             lse=lse,
             spill=spill,
-            interpret=interpret,
         ),
         out_type=outs,
         grid=(tiles * units,),
@@ -322,6 +323,5 @@ def prefill(
             approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane
         ),
         kernel_name="attention_prefill",
-        **({"interpret": plgpu.InterpretGPUParams()} if interpret else {}),
     )(q, k_pages, v_pages, page_table, work.tiles, work.tile_count, out)
     return jax.freeze(out), results[0] if lse else None

@@ -15,6 +15,7 @@ import pytest
 
 import isojax  # noqa: F401  (sets XLA flags)
 from pallas_kernels import attention
+from tests.kernels import interpreted
 
 gpu = pytest.mark.gpu
 
@@ -88,11 +89,11 @@ def attend(
         start, length, context, tokens=tokens, max_keys=columns * page, decode=decode,
     blocking=blocking
     )  # fmt: skip
-    out, sums = attention.paged_attention(
-        q, k_pages, v_pages, table, start, work, scale=heads.scale, blocking=blocking,
-        tiles=any(n != 1 for _, n, _ in entries) or not decode, decode=decode, lse=lse,
-    interpret=True,
-    )  # fmt: skip
+    with interpreted():
+        out, sums = attention.paged_attention(
+            q, k_pages, v_pages, table, start, work, scale=heads.scale, blocking=blocking,
+            tiles=any(n != 1 for _, n, _ in entries) or not decode, decode=decode, lse=lse,
+        )  # fmt: skip
     return q, out, sums
 
 
@@ -170,10 +171,9 @@ def test_write_pages(piece_rows):
     )
     pieces[:, 3] = np.minimum(pieces[:, 3], piece_rows)
     columns = [jnp.asarray(c, jnp.int32) for c in pieces.T]
-    write = jax.jit(
-        lambda *args: attention.write_pages(*args, piece_rows=piece_rows, interpret=True)
-    )
-    results = write(k, v, *pools, jnp.asarray(table, jnp.int32), *columns)
+    write = jax.jit(lambda *args: attention.write_pages(*args, piece_rows=piece_rows))
+    with interpreted():
+        results = write(k, v, *pools, jnp.asarray(table, jnp.int32), *columns)
     for pool, x, result in zip(pools, (k, v), results, strict=True):
         expected = wide(pool).copy()
         for s, row, first, n in pieces:
@@ -208,10 +208,11 @@ def test_backward(heads, entries, aligned, chain):
     spoil = lambda x: jnp.where(used[:, None, None], x, jnp.nan).astype(jnp.bfloat16)  # noqa: E731
     start, length = (jnp.asarray(x, jnp.int32) for x in np.asarray(entries).T)
     work = attention.plan_attention_backward(start, length, tokens=tokens, aligned=aligned)
-    gradients = attention.paged_attention_backward(
-        *map(spoil, (q, k, v, out)), jnp.asarray(lse), spoil(dout), work, scale=heads.scale,
-        max_length=tokens, chain=chain, interpret=True,
-    )  # fmt: skip
+    with interpreted():
+        gradients = attention.paged_attention_backward(
+            *map(spoil, (q, k, v, out)), jnp.asarray(lse), spoil(dout), work, scale=heads.scale,
+            max_length=tokens, chain=chain,
+        )  # fmt: skip
     for result, total in zip(gradients, expected, strict=True):
         np.testing.assert_allclose(wide(result), total, atol=0.03, rtol=0.03)
         assert not wide(result)[~used].any()

@@ -43,4 +43,4 @@ def whole_sequences(
         page += count
     total = tokens or sum(lengths)
     bucket = Bucket(total, len(lengths), page, max(-(-n // chunk) for n in lengths), chunk)
-    return build(segments, bucket, chunk)
+    return build(segments, bucket, chunk, whole=True)

@@ -191,6 +191,7 @@ class Lowering:
             page_table=ints(s, bucket.pages),
             **dict.fromkeys(("piece_seq", "piece_row", "piece_first", "piece_len"), ints(p)),
             piece_rows=bucket.piece_rows,
+            whole=True,
         )
         floats = [self._rows((data * t,), jnp.float32) for _ in range(5)]
         return TrainBatch(ragged, ints(t), *floats)

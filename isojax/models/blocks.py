@@ -5,6 +5,7 @@ gives rows [T, H]; both are this rank's rows of the residual stream.
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -57,10 +58,11 @@ def attention_block(
     cache: Cache,
     layer: jax.Array,
     table: Table,
+    work: Any,
     s: Static,
 ) -> tuple[jax.Array, Cache]:
     """Grouped-query attention with q/k norm, rotary positions and, if the model has it, an output
-    gate.
+    gate. table, work: what all layers share, of `rotary_table` and `attention_work`.
     """
     m = s.model
     gated = m.attention_output_gate
@@ -77,8 +79,9 @@ def attention_block(
     q, k = (rotary(x, *table, policy=s.policy) for x in (q, k))
     q, k, v = (rows_to_heads(x, s.layout) for x in (q, k, v))
     out, keys, values = attention(
-        q, k, v, cache.keys, cache.values, layer, batch, kv_heads=m.num_key_value_heads, **s.ops
-    )
+        q, k, v, cache.keys, cache.values, layer, batch, work,
+        kv_heads=m.num_key_value_heads, **s.ops,
+    )  # fmt: skip
     out = heads_to_rows(out, s.layout)
     out = out.reshape(out.shape[0], -1)
     if gated:

@@ -10,11 +10,15 @@ Rounding: q, k, v and the probabilities (before they meet the values) are in the
 scores, sums and the output before its one rounding are float32. Gradient (training: whole
 sequences): by blocks, in fixed order; keys' and values' gradients accumulate per query head and
 then sum over the group of heads by `pair_sum`.
+Under "mosaic" blocks, segments and heads come in the same order; the maximum is rounded to an
+exponent of two, sums within a block have the tensor core's order and a register tile's, and the
+gradient of a score is rounded before the scale multiplies it.
 Source: Milakov and Gimelshein, arXiv 1805.02867 (online softmax); Dao et al., arXiv 2205.14135.
 """
 
+import dataclasses
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +30,7 @@ from isojax.numerics import elementary
 from isojax.numerics.collectives import share_group
 from isojax.numerics.policy import Policy
 from isojax.numerics.trees import pair_sum, tree_dot, tree_sum
+from isojax.ops import attention_mosaic as mosaic
 from isojax.ops.op import op
 
 
@@ -151,22 +156,8 @@ def _attend(policy, scale, q, keys, values, layer, batch):
     return out, lse[..., 0]
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
-def _attention(policy, layout, scale, kv_heads, q, k, v, keys, values, layer, batch):
-    return _attention_forward(policy, layout, scale, kv_heads, q, k, v, keys, values, layer, batch)[
-        0
-    ]
-
-
-def _attention_forward(policy, layout, scale, kv_heads, q, k, v, keys, values, layer, batch):
-    keys, values = _write(keys, k, layer, batch), _write(values, v, layer, batch)
-    out, lse = _attend(policy, scale, q, keys, values, layer, batch)
-    return (out, keys, values), (q, k, v, out, lse, batch)
-
-
-def _attention_backward(policy, layout, scale, kv_heads, saved, cotangents):
-    q, k, v, out, lse, batch = saved
-    dout = cotangents[0]
+def _differentiate(policy, scale, q, k, v, out, lse, dout, batch):
+    """dq [T, Hq, D], dk, dv [T, Hkv, D] of this rank's query heads, float32."""
     tokens, heads, width = q.shape
     local = k.shape[1]
     row, position = _piece_rows(batch)
@@ -215,14 +206,71 @@ def _attention_backward(policy, layout, scale, kv_heads, saved, cotangents):
     dq = lax.fori_loop(0, chunks, by_query, zero)
     dk, dv = lax.fori_loop(0, chunks, by_key, (zero, zero))
     dq = _from_pieces(dq.reshape(pieces, heads, -1, width), row, tokens)
-    dk, dv = (share_group(pair_sum(x, axis=2), kv_heads, layout) for x in (dk, dv))
-    dk, dv = (_from_pieces(x, row, tokens) for x in (dk, dv))
-    return (
-        dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), None, None, None, None
-    )  # fmt: skip
+    dk, dv = (_from_pieces(pair_sum(x, axis=2), row, tokens) for x in (dk, dv))
+    return dq, dk, dv
+
+
+@dataclasses.dataclass(frozen=True)
+class _Static:
+    """kv_heads: of all ranks; scale: factor of q . k; longest: most tokens of a whole sequence."""
+
+    policy: Policy
+    layout: Layout
+    kv_heads: int
+    scale: float
+    longest: int
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attention(static, *arrays):
+    out, _, keys, values = _evaluate(static, *arrays, lse=False)
+    return out, keys, values
+
+
+def _evaluate(static, q, k, v, keys, values, layer, batch, work, *, lse):
+    """(out, log-sum-exp or None, keys, values)."""
+    policy, scale = static.policy, static.scale
+    if policy.evaluation == "mosaic":
+        return mosaic.forward(policy, scale, q, k, v, keys, values, layer, batch, work, lse=lse)
+    keys, values = _write(keys, k, layer, batch), _write(values, v, layer, batch)
+    return *_attend(policy, scale, q, keys, values, layer, batch), keys, values
+
+
+def _attention_forward(static, q, k, v, *rest):
+    out, lse, keys, values = _evaluate(static, q, k, v, *rest, lse=True)
+    return (out, keys, values), (q, k, v, out, lse, *rest[-2:])
+
+
+def _attention_backward(static, saved, cotangents):
+    q, k, v, out, lse, batch, work = saved
+    policy, scale, rows = static.policy, static.scale, (q, k, v, out, lse, cotangents[0])
+    if policy.evaluation == "mosaic":
+        gradients = mosaic.backward(*rows, work.backward, scale=scale, max_length=static.longest)
+    else:
+        gradients = _differentiate(policy, scale, *rows, batch)
+    dq, *shares = gradients
+    dk, dv = (share_group(x, static.kv_heads, static.layout) for x in shares)
+    return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), *(None,) * 5
 
 
 _attention.defvjp(_attention_forward, _attention_backward)
+
+
+def attention_work(
+    batch: RaggedBatch, pool: jax.Array | None, *, heads: int, policy: Policy, layout: Layout
+) -> Any:
+    """What `attention` makes of a batch's integers, for all layers of a step; () for the reference.
+
+    pool: keys or values [L, pages, page, Hkv, D], of which only the shape matters; None for a
+    model without attention. heads: query heads of all ranks together. A batch of whole sequences
+    gets what its gradient needs too.
+
+    Raises:
+      ValueError: where policy.evaluation = "mosaic" cannot serve these shapes.
+    """
+    if pool is None or policy.evaluation == "reference":
+        return ()
+    return mosaic.plan(policy, heads // layout.head_ranks, pool.shape, batch)
 
 
 @op("attention", static=("kv_heads", "policy", "layout"))
@@ -234,6 +282,7 @@ def attention(
     values: jax.Array,
     layer: jax.Array,
     batch: RaggedBatch,
+    work: Any = (),
     *,
     kv_heads: int,
     policy: Policy,
@@ -242,8 +291,15 @@ def attention(
     """Write k and v into their pages, then attend: -> (out [T, Hq, D], keys, values).
 
     q [T, Hq, D], k, v [T, Hkv, D] of this rank, norm and rotary applied; keys, values [L, pages,
-    page, Hkv, D]; layer: int32 scalar, the entry of the pools; kv_heads: key/value heads of all
-    ranks together. Scores are scaled by D ** -0.5.
+    page, Hkv, D]; layer: int32 scalar, the entry of the pools; work: of `attention_work`; kv_heads:
+    key/value heads of all ranks together. Scores are scaled by D ** -0.5.
+
+    Differentiable in q, k and v for whole sequences (context 0; under "mosaic" of a batch that says
+    so); the pools carry no gradient.
+
+    Raises:
+      ValueError: for a gradient that the batch has no work lists for.
     """
-    scale = float(q.shape[-1]) ** -0.5
-    return _attention(policy, layout, scale, kv_heads, q, k, v, keys, values, layer, batch)
+    scale, longest = float(q.shape[-1]) ** -0.5, batch.page_table.shape[1] * keys.shape[2]
+    static = _Static(policy, layout, kv_heads, scale, min(longest, q.shape[0]))
+    return _attention(static, q, k, v, keys, values, layer, batch, work)

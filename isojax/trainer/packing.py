@@ -237,7 +237,7 @@ def _rank_batch(
             page += pages
             row += example.rows
     return TrainBatch(
-        ragged.build(segments, bucket, chunk),
+        ragged.build(segments, bucket, chunk, whole=True),
         targets,
         inverse_temperature,
         threshold,
