@@ -226,7 +226,7 @@ def _render(lines: list[_Line]) -> str:
             if id(line) not in needed:
                 continue
             if line.body is None:
-                reads = ", ".join(name(v) for v in line.reads)
+                reads = ", ".join(name(v) for v in line.reads if v != _INT)
                 types = ", ".join(getattr(v, "type", str(v)) for v in line.makes)
                 made = ", ".join(name(v) for v in line.makes)
                 out.append(f"{indent}{made} = {line.head} ({reads}) : {types}")

@@ -35,15 +35,13 @@ from isojax.numerics.collectives import (
 )
 from isojax.numerics.policy import Policy
 from isojax.numerics.trees import leaf_dot, pair_sum, tree_dot, tree_sum
-from isojax.ops import weight
+from isojax.ops import kernel, weight
 from isojax.ops.op import op
 from isojax.ops.product import product
 from isojax.ops.weight import Parameter
 from pallas_kernels import linear_logprob as kernels
 from pallas_kernels.linear_logprob import Logprobs
 from pallas_kernels.linear_logprob_backward import linear_logprob_backward
-
-_kernel_backward = jax.jit(linear_logprob_backward, static_argnames=("leaves", "batch_leaves"))
 
 
 class Statistics(NamedTuple):
@@ -206,8 +204,8 @@ def _linear_logprob_backward(static, saved, cotangents):
     gradients = kernels.Gradients(lse, full, (threshold, lse_kept, kept))
     if policy.evaluation == "mosaic":
         shard = _shard(values.shape[1], policy, layout)
-        dx, dw = _kernel_backward(
-            rows, values, targets - _first(shard, layout), inverse, gradients,
+        dx, dw = kernel.call(
+            linear_logprob_backward, rows, values, targets - _first(shard, layout), inverse, gradients,
             leaves=shard.leaves, batch_leaves=row_leaves(policy, layout),
         )  # fmt: skip
     else:

@@ -13,11 +13,10 @@ import jax.numpy as jnp
 
 from isojax.numerics.policy import Policy
 from isojax.numerics.trees import leaf_dots, pair_sum
+from isojax.ops import kernel
 from pallas_kernels.matmul import matmul
 
 Operands = jax.Array | tuple[jax.Array, ...]
-
-_kernel = jax.jit(matmul, static_argnames=("leaves", "transpose_a", "transpose_b", "out_dtype"))
 
 
 def product(
@@ -38,9 +37,10 @@ def product(
       ValueError: if the leaves do not divide a contraction, or the kernels do not take the dtype.
     """
     if policy.evaluation == "mosaic":
-        return _kernel(
-            a, b, leaves=leaves, transpose_a=transpose_a, transpose_b=transpose_b, out_dtype=dtype
-        )
+        return kernel.call(
+            matmul, a, b,
+            leaves=leaves, transpose_a=transpose_a, transpose_b=transpose_b, out_dtype=dtype,
+        )  # fmt: skip
     lhs, rhs = (a, b) if isinstance(a, tuple) else ((a,), (b,))
     total = None
     for x, y in zip(lhs, rhs, strict=True):
