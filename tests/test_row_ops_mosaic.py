@@ -211,13 +211,13 @@ MODEL = {
         lambda x, w, policy: router(
             x, w, top_k=8, normalise=True, policy=policy, layout=ONE
         )[0],
-        [(2048,)], [shape(2048, 256)], 1, 2,
+        [(2048,)], [shape(2048, 256)], 2, 5,
     ),
     "router, all": (
         lambda x, w, policy: router(
             x, w, top_k=8, normalise=False, policy=policy, layout=ONE
         )[0],
-        [(2048,)], [shape(2048, 256)], 1, 3,
+        [(2048,)], [shape(2048, 256)], 2, 6,
     ),
     "embedding": (
         lambda x, w, policy: embedding(
