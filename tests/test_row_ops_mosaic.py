@@ -183,6 +183,9 @@ def test_shapes_that_do_not_fit():
         rms_norm(normal(0, 4, 16), normal(1, 16), **NORM, policy=MOSAIC)
     with pytest.raises(ValueError, match='multiple of 32.*"reference"'):
         rotary(HEADS, *(x[:, :4] for x in TABLE), policy=MOSAIC)
+    with pytest.raises(ValueError, match='multiple of 128.*"reference"'):
+        take = partial(embedding, np.zeros(4, np.int32), policy=MOSAIC, layout=ONE)
+        jax.grad(lambda table: take(table).sum())(jnp.ones((8, 64)))
 
 
 def shape(*sizes, dtype=BF16):
