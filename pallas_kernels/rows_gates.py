@@ -23,6 +23,19 @@ def _softplus(x: jax.Array) -> jax.Array:
     return jnp.maximum(x, 0.0) + 2.0 * (s + s * (square * total))
 
 
+def _by_line(function, rows, shared, dtypes, name):
+    """A row kernel on [T, H] arrays and [H] ones, whose row holds several tokens."""
+    tokens, heads = rows[0].shape
+    line = math.lcm(heads, _LINE)
+    several = line // heads
+    extra = -tokens % several
+    rows = [jnp.pad(x, ((0, extra), (0, 0))).reshape(-1, line) for x in rows]
+    shared = [jnp.tile(x, several) for x in shared]
+    outs = [(line, dtype) for dtype in dtypes]
+    results = row_kernel(function, rows, shared, outs, name, elements=16)
+    return tuple(x.reshape(-1, heads)[:tokens] for x in results)
+
+
 def gates(
     a: jax.Array, b: jax.Array, A_log: jax.Array, dt_bias: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
@@ -38,15 +51,32 @@ def gates(
 
     def function(a, b, A_log, dt_bias):
         x, y = to_f32(a, b)
-        fade = -jnp.exp(A_log)
-        return along(fade, x) * _softplus(x + along(dt_bias, x)), sigmoid(y)
+        x = x + along(dt_bias, x)
+        return along(-jnp.exp(A_log), x) * _softplus(x), sigmoid(y)
 
-    tokens, heads = a.shape
-    line = math.lcm(heads, _LINE)  # a row of the kernel holds several tokens
-    several = line // heads
-    extra = -tokens % several
-    rows = [jnp.pad(x, ((0, extra), (0, 0))).reshape(-1, line) for x in (a, b)]
-    shared = [jnp.tile(x, several) for x in (A_log, dt_bias)]
-    outs = [(line, jnp.float32)] * 2
-    results = row_kernel(function, rows, shared, outs, "gates", elements=16)
-    return tuple(x.reshape(-1, heads)[:tokens] for x in results)
+    return _by_line(function, (a, b), (A_log, dt_bias), (jnp.float32,) * 2, "gates")
+
+
+def gates_backward(
+    a: jax.Array,
+    b: jax.Array,
+    A_log: jax.Array,
+    dt_bias: jax.Array,
+    dg: jax.Array,
+    dbeta: jax.Array,
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """Of `gates`, dg and dbeta [T, H] float32.
+
+    Returns:
+      (da, db [T, H] of their dtypes, terms of dA_log and of ddt_bias, [T, H] float32).
+    """
+
+    def function(a, b, dg, dbeta, A_log, dt_bias):
+        x, y = to_f32(a, b)
+        x = x + along(dt_bias, x)
+        fade, beta = along(-jnp.exp(A_log), x), sigmoid(y)
+        dx = dg * fade * sigmoid(x)
+        return dx, dbeta * (beta * (1.0 - beta)), dg * (fade * _softplus(x)), dx
+
+    dtypes = a.dtype, b.dtype, jnp.float32, jnp.float32
+    return _by_line(function, (a, b, dg, dbeta), (A_log, dt_bias), dtypes, "gates_backward")

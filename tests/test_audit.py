@@ -1,5 +1,7 @@
 """The forward does no float arithmetic outside ops, and the audit would notice if it did."""
 
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,31 +9,34 @@ import pytest
 
 from isojax import cache as caches
 from isojax.batch import Bucket, build
+from isojax.config_io import load
 from isojax.forward import forward, logprobs
 from isojax.mesh import Layout
 from isojax.models import blocks
 from isojax.models.params import parameters
-from isojax.numerics.audit import audit
+from isojax.numerics.audit import audit, outside_kernels
 from isojax.numerics.policy import Policy
 from tests.test_invariance import MODELS
 
 POLICY, ONE = Policy(), Layout()
+ROOT = Path(__file__).parent.parent
 
 
-def findings(model) -> list:
-    """The audit of a mixed call: forward and log-probabilities."""
+def findings(model, policy=POLICY, audit=audit, piece_rows=64) -> list:
+    """The audit of a mixed call (or a decode): forward and log-probabilities."""
     params = jax.tree.map(
-        lambda p: jax.ShapeDtypeStruct(p.shape, p.dtype), parameters(model, POLICY, ONE)
+        lambda p: jax.ShapeDtypeStruct(p.shape, p.dtype), parameters(model, policy, ONE)
     )
     cache = jax.eval_shape(
-        lambda: caches.create(model, POLICY, ONE, pages=8, slots=4, per_layer=True)
+        lambda: caches.create(model, policy, ONE, pages=8, slots=4, per_layer=True)
     )
-    bucket = Bucket(tokens=128, sequences=4, pieces=6, pages=4, piece_rows=64)
-    batch = build([], bucket, POLICY.chunk)
+    sequences, pieces = (4, 6) if piece_rows > 1 else (128, 128)
+    bucket = Bucket(128, sequences, pieces, pages=4, piece_rows=piece_rows)
+    batch = build([], bucket, policy.chunk)
 
     def call(params, cache, batch, targets, temperature, threshold):
-        hidden, cache = forward(params, batch, cache, model=model, policy=POLICY, layout=ONE)
-        out = logprobs(params, hidden, targets, temperature, threshold, policy=POLICY, layout=ONE)
+        hidden, cache = forward(params, batch, cache, model=model, policy=policy, layout=ONE)
+        out = logprobs(params, hidden, targets, temperature, threshold, policy=policy, layout=ONE)
         return out, cache
 
     floats = jax.ShapeDtypeStruct((128,), jnp.float32)
@@ -41,6 +46,15 @@ def findings(model) -> list:
 @pytest.mark.parametrize("name", MODELS)
 def test_the_forward_is_made_of_ops(name):
     assert findings(MODELS[name]) == []
+
+
+@pytest.mark.parametrize("piece_rows", [1, 64])
+def test_the_hopper_forward_is_made_of_kernels(piece_rows):
+    config = load(ROOT / "configs" / "qwen3_5_35b_a3b.toml")
+    assert config.policy.evaluation == "mosaic"
+    found = findings(config.model, config.policy, outside_kernels, piece_rows)
+    # the rotary table: no sums, once a call
+    assert [f.primitive for f in found] == ["mul", "cos", "sin"]
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,8 @@ from isojax.ops.gated_delta import _gates
 from isojax.ops.norm import gated_rms_norm, rms_norm
 from isojax.ops.rotary import rotary, rotary_table
 from isojax.ops.router import router
-from tests.kernels import BF16, F32, error, f64, interpreted, lower_for_cuda, normal
+from pallas_kernels.rows_gates import gates_backward
+from tests.kernels import BF16, F32, error, f64, interpreted, lower_for_cuda, normal, vjp
 from tests.util import ONE, assert_same_bits, whole_sequences
 
 MOSAIC = Policy(evaluation="mosaic", batch_leaves=2)
@@ -76,6 +77,22 @@ def test_gates():
     x = f64(a) + f64(weights[1])
     np.testing.assert_allclose(f64(g), -np.exp(f64(weights[0])) * np.logaddexp(x, 0), rtol=2e-6)
     np.testing.assert_allclose(f64(beta), 1 / (1 + np.exp(-f64(b))), rtol=1e-6)
+
+
+def test_gates_gradient():
+    a, b = 2 * normal(0, 5, 6), 2 * normal(1, 5, 6)
+    weights = normal(2, 6, dtype=F32), normal(3, 6, dtype=F32)
+    dg, dbeta = normal(4, 5, 6, dtype=F32), normal(5, 5, 6, dtype=F32)
+
+    def formula(a, b, A_log, dt_bias):
+        g = -jnp.exp(A_log) * jax.nn.softplus(a + dt_bias)
+        return jnp.sum(g * f64(dg) + jax.nn.sigmoid(b) * f64(dbeta))
+
+    with interpreted():
+        da, db, *terms = gates_backward(a, b, *weights, dg, dbeta)
+    want = vjp(formula, [a, b, *weights], np.float64(1))
+    for mine, expected in zip((da, db, *(t.sum(0) for t in terms)), want, strict=True):
+        assert error(mine, expected) < 5e-3
 
 
 def convolve(policy, x, taps, state, batch):
@@ -183,6 +200,9 @@ def test_shapes_that_do_not_fit():
         rms_norm(normal(0, 4, 16), normal(1, 16), **NORM, policy=MOSAIC)
     with pytest.raises(ValueError, match='multiple of 32.*"reference"'):
         rotary(HEADS, *(x[:, :4] for x in TABLE), policy=MOSAIC)
+    with pytest.raises(ValueError, match='multiple of 128.*"reference"'):
+        take = partial(embedding, np.zeros(4, np.int32), policy=MOSAIC, layout=ONE)
+        jax.grad(lambda table: take(table).sum())(jnp.ones((8, 64)))
 
 
 def shape(*sizes, dtype=BF16):
@@ -211,19 +231,23 @@ MODEL = {
         lambda x, w, policy: router(
             x, w, top_k=8, normalise=True, policy=policy, layout=ONE
         )[0],
-        [(2048,)], [shape(2048, 256)], 1, 2,
+        [(2048,)], [shape(2048, 256)], 2, 5,
     ),
     "router, all": (
         lambda x, w, policy: router(
             x, w, top_k=8, normalise=False, policy=policy, layout=ONE
         )[0],
-        [(2048,)], [shape(2048, 256)], 1, 3,
+        [(2048,)], [shape(2048, 256)], 2, 6,
     ),
     "embedding": (
         lambda x, w, policy: embedding(
             x[:, 0].astype(jnp.int32), w, policy=policy, layout=ONE
         ),
         [(1,)], [shape(248320, 2048)], 0, 1,
+    ),
+    "gates, backward": (
+        lambda a, b, dg, dbeta, A, d, policy: jnp.stack(gates_backward(a, b, A, d, dg, dbeta)[2:]),
+        [(32,)] * 4, [shape(32, dtype=F32)] * 2, 1, None,
     ),
     "gates": (
         lambda a, b, A, d, policy: jnp.stack(_gates(policy, ONE, a, b, A, d)),

@@ -2,7 +2,8 @@
 
 Between ops only movement is allowed: an operation whose float outputs are copies of its float
 inputs, or a cast. Whatever else touches a float outside a call named ``iso_*`` is a finding, for
-XLA would choose how to round it, fuse it and order its sums.
+XLA would choose how to round it, fuse it and order its sums. In the Hopper evaluation the kernels
+take the place of the ops: `outside_kernels` lists what XLA would still compute.
 """
 
 import dataclasses
@@ -18,15 +19,18 @@ from isojax.ops.op import is_op
 MOVEMENT = frozenset({
     "all_gather", "all_to_all", "bitcast_convert_type", "broadcast_in_dim", "concatenate",
     "convert_element_type", "copy", "copy_p", "device_put", "dynamic_slice", "dynamic_update_slice",
-    "expand_dims", "gather", "optimization_barrier", "pad", "pcast", "ppermute", "pvary",
-    "ragged_all_to_all", "reshape", "rev", "scatter", "select_n", "sharding_constraint", "slice",
-    "split", "squeeze", "stop_gradient", "transpose",
+    "expand_dims", "freeze", "gather", "new_ref", "optimization_barrier", "pad", "pcast",
+    "ppermute", "pvary", "ragged_all_to_all", "reshape", "rev", "scatter", "select_n",
+    "sharding_constraint", "slice", "split", "squeeze", "stack", "stop_gradient", "tile", "top_k",
+    "transpose",
 })  # fmt: skip
+
+KERNEL = "mpmd_map"  # the primitive that calls a Pallas kernel
 
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """One float operation outside every op: its primitive, where it was written, its path."""
+    """One float operation out of place: its primitive, where it was written, its path."""
 
     primitive: str
     source: str
@@ -52,16 +56,32 @@ def _inner(value: Any) -> Iterator[core.Jaxpr]:
             yield from _inner(item)
 
 
-def findings(jaxpr: core.Jaxpr, path: tuple[str, ...] = ()) -> Iterator[Finding]:
-    """Float arithmetic of `jaxpr` outside ops, in program order."""
+def _name(eqn: Any) -> str:
+    return str(eqn.params.get("name", eqn.primitive.name))
+
+
+def _calls_op(eqn: Any) -> bool:
+    return is_op(_name(eqn))
+
+
+def _calls_kernel(eqn: Any) -> bool:
+    return eqn.primitive.name == KERNEL
+
+
+def findings(
+    jaxpr: core.Jaxpr,
+    path: tuple[str, ...] = (),
+    holds: Callable[[Any], bool] = _calls_op,
+) -> Iterator[Finding]:
+    """Float arithmetic of `jaxpr` outside what `holds` (ops), in program order."""
     for eqn in jaxpr.eqns:
-        name = str(eqn.params.get("name", eqn.primitive.name))
-        if is_op(name):
+        name = _name(eqn)
+        if holds(eqn):
             continue
         inside = [j for value in eqn.params.values() for j in _inner(value)]
         if inside and not eqn.primitive.name.startswith(("scatter", "reduce")):
             for j in inside:
-                yield from findings(j, (*path, name))
+                yield from findings(j, (*path, name), holds)
         elif eqn.primitive.name not in MOVEMENT and any(map(_is_float, eqn.invars)):
             yield Finding(eqn.primitive.name, _where(eqn.source_info), path)
 
@@ -75,6 +95,11 @@ def _where(source_info: Any) -> str:
 def audit(function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Finding]:
     """Trace function(*args, **kwargs), of arrays or ShapeDtypeStructs; list what is outside ops."""
     return list(findings(jax.make_jaxpr(lambda *a: function(*a, **kwargs))(*args).jaxpr))
+
+
+def outside_kernels(function: Callable[..., Any], *args: Any) -> list[Finding]:
+    """As `audit`, but of what no kernel holds, inside ops and out."""
+    return list(findings(jax.make_jaxpr(function)(*args).jaxpr, holds=_calls_kernel))
 
 
 def op_calls(jaxpr: core.Jaxpr) -> Iterator[str]:

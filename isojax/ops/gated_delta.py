@@ -33,12 +33,13 @@ from isojax.mesh import Layout
 from isojax.numerics import elementary
 from isojax.numerics.collectives import context_part, join_parts
 from isojax.numerics.policy import Policy
-from isojax.numerics.trees import pair_sum, token_leaves
+from isojax.numerics.trees import pair_sum
 from isojax.ops import gated_delta_mosaic as mosaic
 from isojax.ops import gated_delta_reference as reference
 from isojax.ops.gated_delta_state import DeltaState, init_state, state_specs
 from isojax.ops.kernel import call
 from isojax.ops.op import op
+from isojax.ops.token_terms import leaf_sums
 from pallas_kernels import rows_gates as kernels
 
 _ONE_RANK = Layout()
@@ -134,17 +135,22 @@ def _through_gates(policy: Policy, layout: Layout, inputs, by_token):
     """From the gradients of q, k, v, g and beta to those of the op's inputs."""
     q, k, v, a, b, A_log, dt_bias = inputs
     d_q, d_k, d_v, d_g, d_beta = by_token
-    g, beta = _gates(policy, layout, a, b, A_log, dt_bias)
-    rate, bias = elementary.exp(context_part(A_log, layout)), context_part(dt_bias, layout)
-    d_x = d_g * (-rate) * elementary.sigmoid(a.astype(jnp.float32) + bias)
-    d_b = d_beta * (beta * (1 - beta))
-    terms = token_leaves(jnp.stack([d_g * g, d_x], axis=1), policy.row_leaves // layout.data)
-    d_A_log, d_bias = pair_sum(join_parts(terms, layout))
+    if policy.evaluation == "mosaic":
+        weights = context_part(A_log, layout), context_part(dt_bias, layout)
+        d_a, d_b, *terms = call(kernels.gates_backward, a, b, *weights, d_g, d_beta)
+    else:
+        g, beta = _gates(policy, layout, a, b, A_log, dt_bias)
+        rate, bias = elementary.exp(context_part(A_log, layout)), context_part(dt_bias, layout)
+        d_a = d_g * (-rate) * elementary.sigmoid(a.astype(jnp.float32) + bias)
+        d_b = d_beta * (beta * (1 - beta))
+        terms = [d_g * g, d_a]
+    leaves = leaf_sums(jnp.stack(terms, axis=1), policy.row_leaves // layout.data, policy)
+    d_A_log, d_bias = pair_sum(join_parts(leaves, layout))
     return (
         d_q.astype(q.dtype),
         d_k.astype(k.dtype),
         d_v.astype(v.dtype),
-        d_x.astype(a.dtype),
+        d_a.astype(a.dtype),
         d_b.astype(b.dtype),
         d_A_log.astype(A_log.dtype),
         d_bias.astype(dt_bias.dtype),

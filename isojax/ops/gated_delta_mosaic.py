@@ -1,9 +1,9 @@
 """The gated delta rule's Hopper evaluation: from ragged rows to the tiles that the kernels take,
 and back.
 
-Gates (g, beta) are elementwise and evaluated by XLA in every case; all other arithmetic of the
-forward is in `pallas_kernels.gated_delta_*`, so that decode and prefill differ only in which kernel
-holds the row.
+Gates (g, beta) are worked out by one kernel in every case; all other arithmetic of the forward is
+in `pallas_kernels.gated_delta_*`, so that decode and prefill differ only in which kernel holds the
+row.
 """
 
 import dataclasses

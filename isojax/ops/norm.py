@@ -21,13 +21,13 @@ from isojax.mesh import Layout
 from isojax.numerics import elementary
 from isojax.numerics.collectives import head_sum, row_leaves, stream_leaves, stream_sum
 from isojax.numerics.policy import Policy
-from isojax.numerics.trees import pair_sum, token_leaves, tree_sum
+from isojax.numerics.trees import pair_sum, tree_sum
 from isojax.ops import weight
 from isojax.ops.kernel import call
 from isojax.ops.op import op
+from isojax.ops.token_terms import leaf_sums
 from isojax.ops.weight import Parameter
 from pallas_kernels import rows_norm as kernels
-from pallas_kernels.rows_token_sum import token_sum
 
 
 def _inverse_rms(x: jax.Array, epsilon: float) -> jax.Array:
@@ -53,20 +53,13 @@ def _by_rows(kernel: Callable[..., Any], *inputs: jax.Array, **options: Any) -> 
     return jax.tree.map(lambda y: y.reshape(shape), call(kernel, *rows, **options))
 
 
-def _token_leaves(terms: jax.Array, leaves: int, policy: Policy) -> jax.Array:
-    if policy.evaluation == "reference":
-        return token_leaves(terms, leaves)
-    sums = call(token_sum, terms.reshape(terms.shape[0], -1), leaves=leaves)
-    return sums.reshape(leaves, *terms.shape[1:])
-
-
 def _weight_sum(terms: jax.Array, policy: Policy, layout: Layout, heads: int | None) -> jax.Array:
     """[T, D] of the residual stream, or [T, local heads, D] with `heads` in all, -> float32 [D]."""
     if heads is None:
-        leaves = _token_leaves(terms, stream_leaves(policy, layout), policy)
+        leaves = leaf_sums(terms, stream_leaves(policy, layout), policy)
         return stream_sum(pair_sum(leaves), layout)
     # heads before leaves of rows: "data" ranks hold only some of those
-    total = _token_leaves(terms, row_leaves(policy, layout), policy)
+    total = leaf_sums(terms, row_leaves(policy, layout), policy)
     return pair_sum(head_sum(jnp.moveaxis(total, 1, 0), heads, policy, layout))
 
 

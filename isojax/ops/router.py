@@ -37,11 +37,11 @@ def _softmax(logits: jax.Array, kernel: Callable[..., jax.Array], policy: Policy
     return e / tree_sum(e)[..., None]
 
 
-def _softmax_backward(p, dp, terms, kernel, policy):
-    """p (dp - sum(dp p)); terms: those of dp p that are not zero, which the kernel finds itself."""
+def _softmax_backward(p, dp, chosen, kernel, policy):
+    """p (dp - sum(dp p)); chosen: dp and p where dp is not zero, all that the reference adds."""
     if policy.evaluation == "mosaic":
         return call(kernel, p, dp)
-    return p * (dp - tree_sum(terms)[..., None])
+    return p * (dp - tree_sum(chosen[0] * chosen[1])[..., None])
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -69,14 +69,14 @@ def _router_backward(static, saved, cotangents):
     rows = jnp.arange(x.shape[0])[:, None]
     at_chosen = jnp.zeros_like(logits).at[rows, experts]
     if normalise:
-        dchosen = _softmax_backward(
-            weights, d, d * weights, kernels.softmax_chosen_backward, policy
-        )
+        kernel = kernels.softmax_chosen_backward
+        dchosen = _softmax_backward(weights, d, (d, weights), kernel, policy)
         dlogits = at_chosen.set(dchosen, unique_indices=True)
     else:
         everyone = _softmax(logits, kernels.softmax, policy)
         dp = at_chosen.set(d, unique_indices=True)
-        dlogits = _softmax_backward(everyone, dp, d * weights, kernels.softmax_backward, policy)
+        kernel = kernels.softmax_backward
+        dlogits = _softmax_backward(everyone, dp, (d, weights), kernel, policy)
     dlogits = dlogits.astype(x.dtype)
     dx = product(dlogits, weight.value(w), policy, transpose_b=True, dtype=x.dtype)
     return dx, weight.cotangent(w, stream_gradient(x, dlogits, policy, layout))
