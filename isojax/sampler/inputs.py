@@ -92,13 +92,21 @@ def lay_out(lanes: Lanes, plan: Plan, bucket: Bucket, chunk: int) -> StepInputs:
     )
 
 
+_WORDS = 64  # XLA hands kernels a part of a buffer where it lies, and they ask for 256-byte places
+
+
+def _whole(size: int) -> int:
+    return size + -size % _WORDS
+
+
 def pack(ranks: list[StepInputs]) -> np.ndarray:
     """All ranks' inputs as int32 [ranks, N] (bit patterns): one transfer instead of twenty."""
-    rows = [
-        np.concatenate([np.ravel(leaf).view(np.int32) for leaf in jax.tree.leaves(inputs)])
-        for inputs in ranks
-    ]
-    return np.stack(rows)
+    return np.stack([np.concatenate(list(map(_line, jax.tree.leaves(r)))) for r in ranks])
+
+
+def _line(leaf: Any) -> np.ndarray:
+    words = np.ravel(leaf).view(np.int32)
+    return np.pad(words, (0, _whole(words.size) - words.size))
 
 
 def unpack(row: jax.Array, bucket: Bucket) -> StepInputs:
@@ -108,7 +116,7 @@ def unpack(row: jax.Array, bucket: Bucket) -> StepInputs:
     for leaf in leaves:
         part = row[at : at + leaf.size].reshape(leaf.shape)
         out.append(lax.bitcast_convert_type(part, leaf.dtype))
-        at += leaf.size
+        at += _whole(leaf.size)
     return jax.tree.unflatten(tree, out)
 
 
