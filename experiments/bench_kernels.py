@@ -52,6 +52,7 @@ from pallas_kernels.rows_elementwise import (
     swiglu_backward,
 )
 from pallas_kernels.rows_embedding import embedding_gradient
+from pallas_kernels.rows_gates import gates
 from pallas_kernels.rows_norm import (
     gated_rms_norm,
     gated_rms_norm_backward,
@@ -680,6 +681,7 @@ def exact_rows(full: bool) -> None:
     x, g, w = normal(1, most, width), normal(2, most, width), normal(3, width)
     gate, table = normal(4, most), jax.random.normal(jax.random.key(5), (2, most, 32))
     narrow = jax.random.normal(jax.random.key(6), (most, 256))
+    weights = jnp.linspace(-6, 3, 32), jnp.linspace(-6, 3, 32)
     norm = dict(epsilon=1e-6, zero_centered=True)
     ops = {
         "rms_norm": (lambda x: rms_norm(x, w, **norm), (x,)),
@@ -691,6 +693,7 @@ def exact_rows(full: bool) -> None:
         "sigmoid_gate": (sigmoid_gate, (x, g)),
         "gated_add": (gated_add, (x, g, gate)),
         "gated_add_backward": (lambda g, gate, x: gated_add_backward(g, gate, x), (g, gate, x)),
+        "gates": (lambda a, b: gates(a, b, *weights), (narrow[:, :32], narrow[:, 32:64])),
         "softmax": (softmax, (narrow,)),
         "softmax_chosen": (softmax_chosen, (narrow[:, :8],)),
         "rotary": (
@@ -767,6 +770,12 @@ def bench_rows(full: bool) -> None:
         ),
         ("convolution_backward", conv_backward, (channels,), 8 * channels.size),
         ("token_sum", lambda a: token_sum(a, 8), (terms,), 2 * terms.size),
+        (
+            "gates",
+            lambda a: gates(a, a, table[0], table[1]),
+            (x[:, :32],),
+            6 * t * 32,
+        ),
         ("combine_slots", lambda y: combine_slots(y, place, weights), (y,), 9 * x.size),
         ("slot_dots", lambda y: slot_dots(y, place, x), (y,), 9 * x.size),
         ("softmax_chosen", softmax_chosen, (weights,), 4 * weights.size),

@@ -147,7 +147,7 @@ def test_convolution_gradient():
         assert error(mine, f64(want)) < 5e-3
 
 
-@pytest.mark.parametrize("top_k, normalise", [(4, True), (3, True), (4, False)])
+@pytest.mark.parametrize("top_k, normalise", [(3, True), (4, False)])
 def test_router(top_k, normalise):
     x, w, dout = normal(0, T, 64), normal(1, 64, 32) / 8, normal(2, T, top_k, dtype=F32)
     results = []
