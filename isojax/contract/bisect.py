@@ -144,12 +144,12 @@ class Bisector:
         gradient: bool = False,
     ) -> tuple:
         """One tapped call; every data rank reads the same sequence."""
-        one = build(segments, bucket, self._policy.chunk)
+        whole = cache is None
+        one = build(segments, bucket, self._policy.chunk, whole=whole)
         batch = concatenate([one] * self._layout.data)
         targets = np.zeros(bucket.tokens, np.int32)
         targets[: len(tokens)] = tokens
         targets = np.concatenate([targets] * self._layout.data)
-        whole = cache is None
         key = (bucket, whole, gradient)
         if key not in self._programs:
             self._programs[key] = self._program(*key)
