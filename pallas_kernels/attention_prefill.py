@@ -38,6 +38,9 @@ from pallas_kernels.attention_plan import (
 from pallas_kernels.attention_softmax import ROWS
 
 PART = 64  # columns of a state that are folded at a time: two whole states would not fit registers
+# Columns of a partial tile that leave at a time. Twice as many would cost the second stage of the
+# ring at head dimension 256.
+TAIL = 64
 MANY = 1 << 30  # more blocks than a sequence can have
 
 
@@ -46,13 +49,9 @@ def heads_per_block(group: int) -> int:
     return 2 if group % 2 == 0 else 1
 
 
-def tail_columns(dim: int) -> int:
-    return 128 if dim % 128 == 0 else 64
-
-
 def stages(dim: int, block: int) -> int:
     """KV blocks in the ring: what fits beside the queries and the staging of partial tiles."""
-    fixed = 2 * ROWS * dim * 2 + 2 * ROWS * tail_columns(dim) * 2 + 4096
+    fixed = 2 * ROWS * dim * 2 + 2 * ROWS * TAIL * 2 + 4096
     return min(4, (SHARED_BYTES - fixed) // (2 * block * dim * 2))
 
 
@@ -311,7 +310,7 @@ def prefill(
             operand((2, ROWS, dim)),
             operand((ring, block, dim)),
             operand((ring, block, dim)),
-            plgpu.SMEM((2, ROWS, tail_columns(dim)), q.dtype),
+            plgpu.SMEM((2, ROWS, TAIL), q.dtype),
             plgpu.Barrier(num_barriers=2),
             plgpu.Barrier(num_arrivals=arrivals, num_barriers=ring),
             plgpu.Barrier(num_arrivals=arrivals, num_barriers=ring),

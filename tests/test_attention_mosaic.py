@@ -132,7 +132,7 @@ def test_only_whole_sequences_are_differentiated():
         (96, 64, {}, "64, 128, 192 or 256"),
         (64, 64, {"compute_dtype": "float32"}, "compute_dtype"),
         (64, 64, {"kv_block": 32}, "kv_block"),
-        (256, 64, {"kv_block": 128}, "shared memory"),
+        (256, 64, {"kv_block": 256}, "shared memory"),
         (64, 96, {}, "page of 96"),
     ],
 )
