@@ -189,14 +189,14 @@ def gradients(
     low = k.dtype
     key_parts, value_parts = range(width // 64), range(value_width // 64)
 
-    # Everything is held in blocks of 64 by 64, so that a product's result is 32 registers a thread.
+    # Two programs share a multiprocessor: 113 KB of shared memory for each, so the sums over value
+    # heads stay in registers and buffers take one content after the other.
     def body(
         q_gmem, k_gmem, factors_gmem, v_gmem, G_gmem, beta_gmem,
         d_o_gmem, d_gmem, d_r_gmem, entry_gmem, d_after_gmem,
         d_q_out, d_k_out, d_v_out, d_G_out, d_beta_out, faded_out, stated_out,
-        q_smem, k_smem, factors_smem, v_smem, G_smem, beta_smem,
-        d_o_smem, d_smem, d_r_smem, S_smem, d_qk_smem, d_kk_smem, d_q_smem, d_k_smem,
-        d_G_smem, d_beta_smem, faded_smem, stated_smem, key_barrier, barrier, state_barrier,
+        q_smem, k_smem, d_o_smem, d_smem, d_r_smem, S_smem, d_qk_kk_smem,
+        key_barrier, barrier, state_barriers,
     ):  # fmt: skip
         p, h = lax.axis_index("piece"), lax.axis_index("head")
         part = lambda e: slice(64 * e, 64 * (e + 1))  # noqa: E731
@@ -204,46 +204,47 @@ def gradients(
         for e in key_parts:
             plgpu.copy_gmem_to_smem(q_gmem.at[p, h, :, part(e)], q_smem.at[e], key_barrier)
             plgpu.copy_gmem_to_smem(k_gmem.at[p, h, :, part(e)], k_smem.at[e], key_barrier)
-        plgpu.copy_gmem_to_smem(factors_gmem.at[p, h], factors_smem, key_barrier)
+        v_smem, (d_qk_smem, d_kk_smem) = d_qk_kk_smem, (d_qk_kk_smem.at[0], d_qk_kk_smem.at[1])
 
-        def fetch_state(source, head):
+        def fetch_state(source, head, e, target, n=0):
             for i in value_parts:
-                for e in key_parts:
-                    block = source.at[p, head, part(e), part(i)]
-                    plgpu.copy_gmem_to_smem(block, S_smem.at[i, e], state_barrier)
+                block = source.at[p, head, part(e), part(i)]
+                plgpu.copy_gmem_to_smem(block, target.at[i], state_barriers.at[n])
 
         def fetch(head):
             for i in value_parts:
                 for source, target in (
                     (v_gmem, v_smem),
+                    (d_r_gmem, d_r_smem),
                     (d_o_gmem, d_o_smem),
                     (d_gmem, d_smem),
-                    (d_r_gmem, d_r_smem),
                 ):
                     block = source.at[p, head, :, part(i)]
                     plgpu.copy_gmem_to_smem(block, target.at[i], barrier)
-            plgpu.copy_gmem_to_smem(G_gmem.at[p, head], G_smem, barrier)
-            plgpu.copy_gmem_to_smem(beta_gmem.at[p, head], beta_smem, barrier)
-            fetch_state(entry_gmem, head)
+            fetch_state(entry_gmem, head, 0, S_smem)
 
         def along(x, y):
             x, y = x.astype(jnp.float32), y.astype(jnp.float32)
             return jnp.sum(lax.optimization_barrier(x * y), axis=1)
 
-        def plain(source):
-            return plgpu.load(source, layout=TILE, optimized=False)
-
         fetch(h * group)
         plgpu.barrier_wait(key_barrier)
         square = (CHUNK, CHUNK)
         row, column = index(square, 0), index(square, 1)
+        d_q_sum, d_k_sum = [None] * len(key_parts), [None] * len(key_parts)
+        add = lambda x, y: y if x is None else x + y  # noqa: E731
         for member in range(group):
             head = h * group + member
+            G_row, G_column, strength = (
+                plgpu.load(source.at[p, head], layout=layout, optimized=False)
+                for source, layout in ((G_gmem, ROW), (G_gmem, COLUMN), (beta_gmem, ROW))
+            )
+            G_end, strength = G_gmem[p, head, CHUNK - 1], rows(strength, 64)
             plgpu.barrier_wait(barrier)
-            G_row = plgpu.load(G_smem, layout=ROW)
-            strength = rows(plgpu.load(beta_smem, layout=ROW), 64)
             grown = rows(jnp.exp(G_row), 64)
-            gap = rows(G_row, CHUNK) - columns(plgpu.load(G_smem, layout=COLUMN), CHUNK)
+            from_value = [along(v_smem[i], d_r_smem[i]) for i in value_parts]
+            plgpu.commit_smem()  # every warp is done with v
+            gap = rows(G_row, CHUNK) - columns(G_column, CHUNK)
             decay = jnp.exp(jnp.where(row >= column, gap, 0.0))
             d_qk = product(*((d_o_smem.at[i], turned(d_smem.at[i])) for i in value_parts))
             d_qk_smem[...] = jnp.where(row >= column, d_qk * decay, 0.0).astype(low)
@@ -251,89 +252,86 @@ def gradients(
             d_lower = jnp.where(row > column, -d_lower * decay, 0.0)
             d_kk_smem[...] = (d_lower * strength).astype(low)
             kk = product(*((k_smem.at[e], turned(k_smem.at[e])) for e in key_parts))
-            d_beta = along(kk, d_lower)
-            for i in value_parts:
-                d_residual = d_r_smem[i].astype(jnp.float32)
-                d_beta = d_beta + along(v_smem[i], d_residual)
-                v_smem[i] = (strength * d_residual).astype(low)
+            d_beta = sum(from_value, along(kk, d_lower))
             plgpu.commit_smem()
-            for i in value_parts:
-                plgpu.copy_smem_to_gmem(v_smem.at[i], d_v_out.at[p, head, :, part(i)])
 
             # What rows read from the entry state.
-            plgpu.barrier_wait(state_barrier)
             d_G = None
             for e in key_parts:
-                from_state = [turned(S_smem.at[i, e]) for i in value_parts]
+                plgpu.barrier_wait(state_barriers.at[0])
+                from_state = [turned(S_smem.at[i]) for i in value_parts]
                 d_q = grown * product(*((d_o_smem.at[i], from_state[i]) for i in value_parts))
                 d_q = d_q + product((d_qk_smem, k_smem.at[e]))
-                moved = along(q_smem[e], d_q)
-                d_q_smem[e] = d_q if member == 0 else plain(d_q_smem.at[e]) + d_q
+                d_G = add(d_G, along(q_smem[e], d_q))
+                d_q_sum[e] = add(d_q_sum[e], d_q)
                 removed = grown * product(*((d_r_smem.at[i], from_state[i]) for i in value_parts))
                 d_beta = d_beta - along(k_smem[e], removed)
                 d_k = product((d_kk_smem, k_smem.at[e])) - strength * removed
-                moved = moved + along(k_smem[e], d_k)
-                d_G = moved if d_G is None else d_G + moved
-                d_k_smem[e] = d_k if member == 0 else plain(d_k_smem.at[e]) + d_k
+                d_G = d_G + along(k_smem[e], d_k)
+                d_k_sum[e] = add(d_k_sum[e], d_k)
                 stated = None
                 for i in value_parts:
-                    block = plain(d_after_gmem.at[p, head, part(e), part(i)])
-                    term = along(S_smem[i, e], block)
-                    stated = term if stated is None else stated + term
-                stated_smem[part(e)] = stated
-            plgpu.commit_smem()
+                    source = d_after_gmem.at[p, head, part(e), part(i)]
+                    block = plgpu.load(source, layout=TILE, optimized=False)
+                    stated = add(stated, along(S_smem[i], block))
+                stated_out[p, head, part(e)] = stated
+                plgpu.commit_smem()  # every warp is done with this part of S
+                if e + 1 < len(key_parts):
+                    fetch_state(entry_gmem, head, e + 1, S_smem)
 
             # What they left for the exit state, and for later rows.
-            fetch_state(d_after_gmem, head)
-            G_end = G_smem[CHUNK - 1]
+            slabs = [S_smem, d_o_smem]
+            for e in key_parts[:2]:
+                fetch_state(d_after_gmem, head, e, slabs[e], e)
+            for i in value_parts:
+                d_r_smem[i] = (strength * d_r_smem[i].astype(jnp.float32)).astype(low)
+            plgpu.commit_smem()
+            for i in value_parts:
+                plgpu.copy_smem_to_gmem(d_r_smem.at[i], d_v_out.at[p, head, :, part(i)])
             fade = rows(jnp.exp(G_end - G_row), 64)
             faded = None
-            plgpu.barrier_wait(state_barrier)
             for e in key_parts:
-                pairs = ((d_smem.at[i], turned(S_smem.at[i, e])) for i in value_parts)
-                fold = fade * product(*pairs)
-                term = along(k_smem[e], fold)
-                faded = term if faded is None else faded + term
+                plgpu.barrier_wait(state_barriers.at[e % 2])
+                slab = slabs[e % 2]
+                fold = fade * product(*((d_smem.at[i], turned(slab.at[i])) for i in value_parts))
+                faded = add(faded, along(k_smem[e], fold))
                 d_k = fold + product(
                     (turned(d_qk_smem), q_smem.at[e]), (turned(d_kk_smem), k_smem.at[e])
                 )
                 d_G = d_G - along(k_smem[e], d_k)
-                d_k_smem[e] = plain(d_k_smem.at[e]) + d_k
-            faded_smem[...] = faded
-            d_G_smem[...] = d_G
-            d_beta_smem[...] = d_beta
-            plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(d_G_smem, d_G_out.at[p, head])
-            plgpu.copy_smem_to_gmem(d_beta_smem, d_beta_out.at[p, head])
-            plgpu.copy_smem_to_gmem(faded_smem, faded_out.at[p, head])
-            plgpu.copy_smem_to_gmem(stated_smem, stated_out.at[p, head])
+                d_k_sum[e] = d_k_sum[e] + d_k
+                if e + 2 < len(key_parts):
+                    plgpu.commit_smem()
+                    fetch_state(d_after_gmem, head, e + 2, slab, e % 2)
+            d_G_out[p, head] = d_G
+            d_beta_out[p, head] = d_beta
+            faded_out[p, head] = faded
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            plgpu.commit_smem()  # every warp is done with this head
             if member + 1 < group:
                 fetch(head + 1)
 
         # Through x / |x|: the part along x falls away.
-        for n, (unit_smem, sum_smem, out, scale) in enumerate(
+        for n, (unit_smem, sums, out, scale) in enumerate(
             (
-                (q_smem, d_q_smem, d_q_out, width**-0.5),
-                (k_smem, d_k_smem, d_k_out, 1.0),
+                (q_smem, d_q_sum, d_q_out, width**-0.5),
+                (k_smem, d_k_sum, d_k_out, 1.0),
             )
         ):
-            factor = rows(plgpu.load(factors_smem.at[n], layout=ROW), 64)
+            factor = plgpu.load(factors_gmem.at[p, h, n], layout=ROW, optimized=False)
             inside = None
             for e in key_parts:
                 unit = unit_smem[e].astype(jnp.float32) * (1 / scale)
-                term = along(unit, plain(sum_smem.at[e]) * scale)
-                inside = term if inside is None else inside + term
+                inside = add(inside, along(unit, sums[e] * scale))
             for e in key_parts:
                 unit = unit_smem[e].astype(jnp.float32) * (1 / scale)
-                d_x = factor * (plain(sum_smem.at[e]) * scale - unit * rows(inside, 64))
+                d_x = rows(factor, 64) * (sums[e] * scale - unit * rows(inside, 64))
                 unit_smem[e] = d_x.astype(low)
             plgpu.commit_smem()
             for e in key_parts:
                 plgpu.copy_smem_to_gmem(unit_smem.at[e], out.at[p, h, :, part(e)])
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-    smem = plgpu.SMEM
     shape = jax.ShapeDtypeStruct
     by_row = shape((pieces, value_heads, CHUNK), jnp.float32)
     key_blocks = operand(len(key_parts), CHUNK, 64)
@@ -354,25 +352,14 @@ def gradients(
         scratch_types=[
             key_blocks,
             key_blocks,
-            smem((2, CHUNK), jnp.float32),
-            value_blocks,
-            smem((CHUNK,), jnp.float32),
-            smem((CHUNK,), jnp.float32),
             value_blocks,
             value_blocks,
             value_blocks,
-            operand(len(value_parts), len(key_parts), 64, 64),
-            operand(CHUNK, CHUNK),
-            operand(CHUNK, CHUNK),
-            smem((len(key_parts), CHUNK, 64), jnp.float32),
-            smem((len(key_parts), CHUNK, 64), jnp.float32),
-            smem((CHUNK,), jnp.float32),
-            smem((CHUNK,), jnp.float32),
-            smem((CHUNK,), jnp.float32),
-            smem((width,), jnp.float32),
-            plgpu.Barrier(num_arrivals=1 + 2 * len(key_parts)),
-            plgpu.Barrier(num_arrivals=2 + 4 * len(value_parts)),
-            plgpu.Barrier(num_arrivals=len(key_parts) * len(value_parts)),
+            value_blocks,
+            operand(max(2, len(value_parts)), CHUNK, 64),
+            plgpu.Barrier(num_arrivals=2 * len(key_parts)),
+            plgpu.Barrier(num_arrivals=4 * len(value_parts)),
+            plgpu.Barrier(num_arrivals=len(value_parts), num_barriers=2),
         ],
         compiler_params=PARAMS,
         kernel_name="gated_delta_gradients",

@@ -18,9 +18,11 @@ GROUP = 4
 
 
 # Shared memory is synchronised where a kernel says so (`commit_smem`, `wait_smem_to_gmem`), not
-# around every store.
+# around every store. Sums run along a row, within a warp: they need no shared memory.
 PARAMS = plgpu.CompilerParams(
-    lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
+    lowering_semantics=plgpu.LoweringSemantics.Lane,
+    unsafe_no_auto_barriers=True,
+    reduction_scratch_bytes=0,
 )
 
 
