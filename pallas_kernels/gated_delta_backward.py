@@ -35,11 +35,10 @@ from pallas_kernels.gated_delta_tiles import (
     product,
     rows,
     two_products,
+    walk_sizes,
 )
 
 TILE = plgpu.Layout.WGMMA
-# As in `gated_delta_prefill.advance`.
-BLOCK, STAGES = 64, 2
 
 
 def retreat(
@@ -61,7 +60,7 @@ def retreat(
     pieces, key_heads, _, width = k.shape
     value_heads, value_width = d_o.shape[1], d_o.shape[3]
     group = value_heads // key_heads
-    block, stages = BLOCK, STAGES
+    block, stages = walk_sizes(first.shape[0] * value_heads * value_width)
     low = k.dtype
 
     def body(
@@ -144,18 +143,18 @@ def retreat(
         grid=(first.shape[0], value_heads, value_width // block),
         grid_names=("sequence", "head", "block"),
         scratch_types=[
-            operand(stages, CHUNK, width),
-            operand(stages, CHUNK, width),
-            operand(stages, CHUNK, block),
+            operand(stages, CHUNK, width, tile=block),
+            operand(stages, CHUNK, width, tile=block),
+            operand(stages, CHUNK, block, tile=block),
             smem((stages, CHUNK), jnp.float32),
             smem((stages, CHUNK), jnp.float32),
-            operand(stages, CHUNK, CHUNK),
-            operand(stages, CHUNK, CHUNK),
-            operand(width, block),
-            operand(CHUNK, block),
-            operand(CHUNK, block),
-            operand(CHUNK, block),
-            operand(CHUNK, block),
+            operand(stages, CHUNK, CHUNK, tile=block),
+            operand(stages, CHUNK, CHUNK, tile=block),
+            operand(width, block, tile=block),
+            operand(CHUNK, block, tile=block),
+            operand(CHUNK, block, tile=block),
+            operand(CHUNK, block, tile=block),
+            operand(CHUNK, block, tile=block),
             plgpu.Barrier(num_arrivals=7, num_barriers=stages),
         ],
         compiler_params=PARAMS,
@@ -231,9 +230,11 @@ def gradients(
         plgpu.barrier_wait(key_barrier)
         square = (CHUNK, CHUNK)
         row, column = index(square, 0), index(square, 1)
-        d_q_sum, d_k_sum = [None] * len(key_parts), [None] * len(key_parts)
+        zero = plgpu.layout_cast(jnp.zeros((CHUNK, 64), jnp.float32), TILE)
         add = lambda x, y: y if x is None else x + y  # noqa: E731
-        for member in range(group):
+
+        def value_head(member, sums):
+            d_q_sum, d_k_sum = list(sums[0]), list(sums[1])
             head = h * group + member
             G_row, G_column, strength = (
                 plgpu.load(source.at[p, head], layout=layout, optimized=False)
@@ -308,8 +309,11 @@ def gradients(
             faded_out[p, head] = faded
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             plgpu.commit_smem()  # every warp is done with this head
-            if member + 1 < group:
-                fetch(head + 1)
+            pl.when(member + 1 < group)(lambda: fetch(head + 1))
+            return d_q_sum, d_k_sum
+
+        start = [zero] * len(key_parts)
+        d_q_sum, d_k_sum = lax.fori_loop(0, group, value_head, (start, start))
 
         # Through x / |x|: the part along x falls away.
         for n, (unit_smem, sums, out, scale) in enumerate(

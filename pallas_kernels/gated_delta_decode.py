@@ -304,20 +304,23 @@ def advance_row(
 
             @pl.when(i == CHUNK - 1)
             def _():
+                before = lambda e: plgpu.load(  # noqa: E731
+                    state_gmem.at[*where, part(e), here], layout=TILE, optimized=False
+                )
                 G_end = decay_gmem[*where, CHUNK - 1]
                 G_row = plgpu.load(decay_gmem.at[*where], layout=ROW, optimized=False)
                 fade = rows(jnp.exp(G_end - G_row), block)
                 r_smem[...] = (fade * d_smem[...].astype(jnp.float32)).astype(low)
+                S = before(0)
                 plgpu.barrier_wait(keys_barrier)
                 plgpu.commit_smem()
                 decay = jnp.exp(jnp.full((64, block), G_end))
                 for e in range(parts):
+                    old = S if e == 0 else before(e)
                     new = product((turned(S_smem.at[e]), r_smem))
-                    source = state_gmem.at[*where, part(e), here]
-                    S = plgpu.load(source, layout=TILE, optimized=False)
-                    S = decay * jnp.where(fresh == 0, S, 0.0) + new
-                    state_gmem[*where, part(e), here] = S
-                    operand_gmem[*where, part(e), here] = S.astype(low)
+                    old = decay * jnp.where(fresh == 0, old, 0.0) + new
+                    state_gmem[*where, part(e), here] = old
+                    operand_gmem[*where, part(e), here] = old.astype(low)
 
             plgpu.wait_smem_to_gmem(0)
 

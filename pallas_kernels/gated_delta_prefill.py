@@ -30,13 +30,10 @@ from pallas_kernels.gated_delta_tiles import (
     solve,
     two_products,
     unit,
+    walk_sizes,
 )
 
 TILE = plgpu.Layout.WGMMA
-
-
-# Columns of V that one program of `advance` owns: a swizzle's width. Chunks that it has in flight.
-BLOCK, STAGES = 64, 2
 
 
 def _shape(shape: tuple[int, ...], dtype=jnp.bfloat16) -> jax.ShapeDtypeStruct:
@@ -117,30 +114,35 @@ def prepare(
             plgpu.copy_smem_to_gmem(k_smem.at[e], k_out.at[p, h, :, part(e)])
         plgpu.copy_smem_to_gmem(factor_smem, factor_out.at[p, h])
         keys = [k_smem.at[e].transpose((1, 0)) for e in range(parts)]
-        kk = product(*((k_smem.at[e], keys[e]) for e in range(parts)))
         qk = product(*((q_smem.at[e], keys[e]) for e in range(parts)))
         each = lambda ref: [ref.at[e] for e in range(group)]  # noqa: E731
         for e, G in enumerate(running_sums(each(g_smem), at, each(held_smem))):
             G_smem[e] = G
         plgpu.commit_smem()
 
+        def decay(e):
+            G_row = plgpu.load(G_smem.at[e], layout=ROW)
+            G_column = plgpu.load(G_smem.at[e], layout=COLUMN)
+            gap = rows(G_row, CHUNK) - columns(G_column, CHUNK)
+            return jnp.exp(jnp.where(row >= column, gap, 0.0))
+
+        # The scores first, then L: qk and kk are not held at once, which lets three programs share a
+        # multiprocessor's registers.
         low_smem = q_smem
         for start in range(0, group, 2):
             heads = min(2, group - start)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             for e in range(heads):
-                head = h * group + start + e
-                G_row = plgpu.load(G_smem.at[start + e], layout=ROW)
-                G_column = plgpu.load(G_smem.at[start + e], layout=COLUMN)
-                gap = rows(G_row, CHUNK) - columns(G_column, CHUNK)
-                decay = jnp.exp(jnp.where(row >= column, gap, 0.0))
-                low_smem[e] = jnp.where(row >= column, qk * decay, 0.0).astype(low)
+                scores = jnp.where(row >= column, qk * decay(start + e), 0.0)
+                low_smem[e] = scores.astype(low)
+            kk = product(*((k_smem.at[e], keys[e]) for e in range(parts)))
+            for e in range(heads):
                 strength = rows(plgpu.load(beta_smem.at[start + e], layout=ROW), CHUNK)
-                lower = jnp.where(row > column, -(kk * decay) * strength, 0.0)
+                lower = jnp.where(row > column, -(kk * decay(start + e)) * strength, 0.0)
                 tile_smem[:, part(e)] = lower
 
                 @pl.when(at > 0)
-                def _(e=e, head=head, lower=lower):
+                def _(e=e, head=h * group + start + e, lower=lower):
                     source = inverse_gmem.at[*where, head]
                     T = plgpu.load(source, layout=TILE, optimized=False).astype(jnp.float32)
                     tile_smem[:, part(e)] = jnp.where(row < at, T, lower)
@@ -220,7 +222,7 @@ def advance(
     pieces, key_heads, _, width = k.shape
     value_heads, value_width = v.shape[1], v.shape[3]
     group = value_heads // key_heads
-    block, stages = BLOCK, STAGES
+    block, stages = walk_sizes(first.shape[0] * value_heads * value_width)
     low = k.dtype
 
     def body(
@@ -355,18 +357,18 @@ def advance(
         grid=(first.shape[0], value_heads, value_width // block),
         grid_names=("sequence", "head", "block"),
         scratch_types=[
-            operand(stages, CHUNK, width),
-            operand(stages, CHUNK, width),
-            operand(stages, CHUNK, block),
+            operand(stages, CHUNK, width, tile=block),
+            operand(stages, CHUNK, width, tile=block),
+            operand(stages, CHUNK, block, tile=block),
             smem((stages, CHUNK), jnp.float32),
             smem((stages, CHUNK), jnp.float32),
-            operand(stages, CHUNK, CHUNK),
-            operand(stages, CHUNK, CHUNK),
-            operand(width, block),
-            operand(CHUNK, block),
-            operand(CHUNK, block),
-            operand(CHUNK, block),
-            operand(CHUNK, block),
+            operand(stages, CHUNK, CHUNK, tile=block),
+            operand(stages, CHUNK, CHUNK, tile=block),
+            operand(width, block, tile=block),
+            operand(CHUNK, block, tile=block),
+            operand(CHUNK, block, tile=block),
+            operand(CHUNK, block, tile=block),
+            operand(CHUNK, block, tile=block),
             smem((width, block), jnp.float32),
             plgpu.Barrier(num_arrivals=7, num_barriers=stages),
             plgpu.Barrier(),

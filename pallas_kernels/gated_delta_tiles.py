@@ -16,7 +16,6 @@ COLUMN = plgpu.Layout.WGMMA.reduce(0)
 # Rows of T that are solved side by side, and terms that one step of their recurrence adds.
 GROUP = 4
 
-
 # Shared memory is synchronised where a kernel says so (`commit_smem`, `wait_smem_to_gmem`), not
 # around every store. Sums run along a row, within a warp: they need no shared memory.
 PARAMS = plgpu.CompilerParams(
@@ -26,12 +25,20 @@ PARAMS = plgpu.CompilerParams(
 )
 
 
-def operand(*shape: int, dtype=jnp.bfloat16):
-    """Shared memory [..., M, N] that tensor cores read: tiles of 8 rows, swizzled."""
-    width = min(shape[-1], 64)
+def operand(*shape: int, tile: int = 64, dtype=jnp.bfloat16):
+    """Shared memory [..., M, N] that tensor cores read: tiles of 8 rows and at most `tile` columns,
+    swizzled. The operands of a product have tiles of one width."""
+    width = min(shape[-1], tile)
     tiling = plgpu.TilingTransform((8, width))  # type: ignore[abstract]
     swizzle = plgpu.SwizzleTransform(2 * width)  # type: ignore[abstract]
     return plgpu.SMEM(shape, dtype, transforms=(tiling, swizzle))
+
+
+def walk_sizes(columns: int) -> tuple[int, int]:
+    """(columns of V that a program of a walk over chunks owns, of `columns` in all; chunks that it
+    has in flight): narrow ones where few programs leave multiprocessors idle, since a step takes as
+    long as its products are wide."""
+    return (32, 3) if columns <= 66 * 64 else (64, 2)
 
 
 def product(*pairs) -> jax.Array:
