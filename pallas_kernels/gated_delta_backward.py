@@ -188,158 +188,166 @@ def gradients(
     low = k.dtype
     key_parts, value_parts = range(width // 64), range(value_width // 64)
 
-    # Two programs share a multiprocessor: 113 KB of shared memory for each, so the sums over value
-    # heads stay in registers and buffers take one content after the other.
+    # One warpgroup for each 64 columns of K: the sums over value heads stay in its registers. What
+    # all of them read (dA, M) is made by the first and by the last.
     def body(
         q_gmem, k_gmem, factors_gmem, v_gmem, G_gmem, beta_gmem,
         d_o_gmem, d_gmem, d_r_gmem, entry_gmem, d_after_gmem,
         d_q_out, d_k_out, d_v_out, d_G_out, d_beta_out, faded_out, stated_out,
-        q_smem, k_smem, d_o_smem, d_smem, d_r_smem, S_smem, d_qk_kk_smem,
-        key_barrier, barrier, state_barriers,
+        q_smem, k_smem, v_smem, d_o_smem, d_smem, d_r_smem, S_smem, d_S_smem, d_qk_smem, d_kk_smem,
+        beta_smem, shares_smem, inside_smem, key_barrier, barrier, S_barriers, d_S_barriers, meet,
     ):  # fmt: skip
-        p, h = lax.axis_index("piece"), lax.axis_index("head")
-        part = lambda e: slice(64 * e, 64 * (e + 1))  # noqa: E731
+        p, h, e = lax.axis_index("piece"), lax.axis_index("head"), lax.axis_index("part")
+        own = pl.ds(64 * e, 64)
+        part = lambda i: slice(64 * i, 64 * (i + 1))  # noqa: E731
         turned = lambda ref: ref.transpose((1, 0))  # noqa: E731
-        for e in key_parts:
-            plgpu.copy_gmem_to_smem(q_gmem.at[p, h, :, part(e)], q_smem.at[e], key_barrier)
-            plgpu.copy_gmem_to_smem(k_gmem.at[p, h, :, part(e)], k_smem.at[e], key_barrier)
-        v_smem, (d_qk_smem, d_kk_smem) = d_qk_kk_smem, (d_qk_kk_smem.at[0], d_qk_kk_smem.at[1])
-
-        def fetch_state(source, head, e, target, n=0):
-            for i in value_parts:
-                block = source.at[p, head, part(e), part(i)]
-                plgpu.copy_gmem_to_smem(block, target.at[i], state_barriers.at[n])
-
-        def fetch(head):
-            for i in value_parts:
-                for source, target in (
-                    (v_gmem, v_smem),
-                    (d_r_gmem, d_r_smem),
-                    (d_o_gmem, d_o_smem),
-                    (d_gmem, d_smem),
-                ):
-                    block = source.at[p, head, :, part(i)]
-                    plgpu.copy_gmem_to_smem(block, target.at[i], barrier)
-            fetch_state(entry_gmem, head, 0, S_smem)
+        total = lambda terms: sum(terms[1:], terms[0])  # noqa: E731
 
         def along(x, y):
             x, y = x.astype(jnp.float32), y.astype(jnp.float32)
             return jnp.sum(lax.optimization_barrier(x * y), axis=1)
 
-        fetch(h * group)
+        def together():
+            """Until every warpgroup is here, and sees what the others wrote."""
+            plgpu.commit_smem()
+            plgpu.barrier_arrive(meet)
+            plgpu.barrier_wait(meet)
+
+        def fetch_rows(head, *pairs):
+            @pl.when(e == 0)
+            def _():
+                for source, target in pairs:
+                    for i in value_parts:
+                        block = source.at[p, head, :, part(i)]
+                        plgpu.copy_gmem_to_smem(block, target.at[i], barrier)
+
+        def fetch_state(source, head, target, barriers):
+            for i in value_parts:
+                block = source.at[p, head, own, part(i)]
+                plgpu.copy_gmem_to_smem(block, target.at[e, i], barriers.at[e])
+
+        early = ((v_gmem, v_smem), (d_r_gmem, d_r_smem), (d_o_gmem, d_o_smem))
+        plgpu.copy_gmem_to_smem(q_gmem.at[p, h, :, own], q_smem.at[e], key_barrier)
+        plgpu.copy_gmem_to_smem(k_gmem.at[p, h, :, own], k_smem.at[e], key_barrier)
+        fetch_rows(h * group, *early, (d_gmem, d_smem))
+        fetch_state(entry_gmem, h * group, S_smem, S_barriers)
+        fetch_state(d_after_gmem, h * group, d_S_smem, d_S_barriers)
         plgpu.barrier_wait(key_barrier)
         square = (CHUNK, CHUNK)
         row, column = index(square, 0), index(square, 1)
-        zero = plgpu.layout_cast(jnp.zeros((CHUNK, 64), jnp.float32), TILE)
-        add = lambda x, y: y if x is None else x + y  # noqa: E731
 
         def value_head(member, sums):
-            d_q_sum, d_k_sum = list(sums[0]), list(sums[1])
-            head = h * group + member
+            head, turn = h * group + member, lax.rem(member, 2)
+            more = member + 1 < group
             G_row, G_column, strength = (
                 plgpu.load(source.at[p, head], layout=layout, optimized=False)
                 for source, layout in ((G_gmem, ROW), (G_gmem, COLUMN), (beta_gmem, ROW))
             )
             G_end, strength = G_gmem[p, head, CHUNK - 1], rows(strength, 64)
-            plgpu.barrier_wait(barrier)
             grown = rows(jnp.exp(G_row), 64)
-            from_value = [along(v_smem[i], d_r_smem[i]) for i in value_parts]
-            plgpu.commit_smem()  # every warp is done with v
-            gap = rows(G_row, CHUNK) - columns(G_column, CHUNK)
-            decay = jnp.exp(jnp.where(row >= column, gap, 0.0))
-            d_qk = product(*((d_o_smem.at[i], turned(d_smem.at[i])) for i in value_parts))
-            d_qk_smem[...] = jnp.where(row >= column, d_qk * decay, 0.0).astype(low)
-            d_lower = product(*((d_r_smem.at[i], turned(d_smem.at[i])) for i in value_parts))
-            d_lower = jnp.where(row > column, -d_lower * decay, 0.0)
-            d_kk_smem[...] = (d_lower * strength).astype(low)
-            kk = product(*((k_smem.at[e], turned(k_smem.at[e])) for e in key_parts))
-            d_beta = sum(from_value, along(kk, d_lower))
-            plgpu.commit_smem()
+            plgpu.barrier_wait(barrier)
+
+            def decay():
+                gap = rows(G_row, CHUNK) - columns(G_column, CHUNK)
+                return jnp.exp(jnp.where(row >= column, gap, 0.0))
+
+            @pl.when(e == 0)
+            def _():
+                beta_smem[turn, 0] = total([along(v_smem[i], d_r_smem[i]) for i in value_parts])
+                for i in value_parts:
+                    v_smem[i] = (strength * d_r_smem[i].astype(jnp.float32)).astype(low)
+                d_qk = product(*((d_o_smem.at[i], turned(d_smem.at[i])) for i in value_parts))
+                d_qk_smem[...] = jnp.where(row >= column, d_qk * decay(), 0.0).astype(low)
+
+            @pl.when(e == len(key_parts) - 1)
+            def _():
+                d_lower = product(*((d_r_smem.at[i], turned(d_smem.at[i])) for i in value_parts))
+                d_lower = jnp.where(row > column, -d_lower * decay(), 0.0)
+                d_kk_smem[...] = (d_lower * strength).astype(low)
+                kk = product(*((k_smem.at[j], turned(k_smem.at[j])) for j in key_parts))
+                beta_smem[turn, 1] = along(kk, d_lower)
+
+            together()
+
+            @pl.when(e == 0)
+            def _():
+                for i in value_parts:
+                    plgpu.copy_smem_to_gmem(v_smem.at[i], d_v_out.at[p, head, :, part(i)])
 
             # What rows read from the entry state.
-            d_G = None
-            for e in key_parts:
-                plgpu.barrier_wait(state_barriers.at[0])
-                from_state = [turned(S_smem.at[i]) for i in value_parts]
-                d_q = grown * product(*((d_o_smem.at[i], from_state[i]) for i in value_parts))
-                d_q = d_q + product((d_qk_smem, k_smem.at[e]))
-                d_G = add(d_G, along(q_smem[e], d_q))
-                d_q_sum[e] = add(d_q_sum[e], d_q)
-                removed = grown * product(*((d_r_smem.at[i], from_state[i]) for i in value_parts))
-                d_beta = d_beta - along(k_smem[e], removed)
-                d_k = product((d_kk_smem, k_smem.at[e])) - strength * removed
-                d_G = d_G + along(k_smem[e], d_k)
-                d_k_sum[e] = add(d_k_sum[e], d_k)
-                stated = None
-                for i in value_parts:
-                    source = d_after_gmem.at[p, head, part(e), part(i)]
-                    block = plgpu.load(source, layout=TILE, optimized=False)
-                    stated = add(stated, along(S_smem[i], block))
-                stated_out[p, head, part(e)] = stated
-                plgpu.commit_smem()  # every warp is done with this part of S
-                if e + 1 < len(key_parts):
-                    fetch_state(entry_gmem, head, e + 1, S_smem)
+            plgpu.barrier_wait(S_barriers.at[e])
+            from_state = [turned(S_smem.at[e, i]) for i in value_parts]
+            d_q = grown * product(*((d_o_smem.at[i], from_state[i]) for i in value_parts))
+            d_q = d_q + product((d_qk_smem, k_smem.at[e]))
+            d_G = along(q_smem[e], d_q)
+            d_q_sum = sums[0] + d_q
+            removed = grown * product(*((d_r_smem.at[i], from_state[i]) for i in value_parts))
+            shares_smem[2, e] = along(k_smem[e], removed)
+            d_k = product((d_kk_smem, k_smem.at[e])) - strength * removed
+            d_G = d_G + along(k_smem[e], d_k)
+            d_k_sum = sums[1] + d_k
+            plgpu.barrier_wait(d_S_barriers.at[e])
+            stated = [along(S_smem[e, i], d_S_smem[e, i]) for i in value_parts]
+            stated_out[p, head, own] = total(stated)
+            together()
+
+            @pl.when(more)
+            def _():
+                fetch_state(entry_gmem, head + 1, S_smem, S_barriers)
+                pl.when(e == 0)(lambda: plgpu.wait_smem_to_gmem(0, wait_read_only=True))
+                fetch_rows(head + 1, *early)
 
             # What they left for the exit state, and for later rows.
-            slabs = [S_smem, d_o_smem]
-            for e in key_parts[:2]:
-                fetch_state(d_after_gmem, head, e, slabs[e], e)
-            for i in value_parts:
-                d_r_smem[i] = (strength * d_r_smem[i].astype(jnp.float32)).astype(low)
-            plgpu.commit_smem()
-            for i in value_parts:
-                plgpu.copy_smem_to_gmem(d_r_smem.at[i], d_v_out.at[p, head, :, part(i)])
             fade = rows(jnp.exp(G_end - G_row), 64)
-            faded = None
-            for e in key_parts:
-                plgpu.barrier_wait(state_barriers.at[e % 2])
-                slab = slabs[e % 2]
-                fold = fade * product(*((d_smem.at[i], turned(slab.at[i])) for i in value_parts))
-                faded = add(faded, along(k_smem[e], fold))
-                d_k = fold + product(
-                    (turned(d_qk_smem), q_smem.at[e]), (turned(d_kk_smem), k_smem.at[e])
-                )
-                d_G = d_G - along(k_smem[e], d_k)
-                d_k_sum[e] = d_k_sum[e] + d_k
-                if e + 2 < len(key_parts):
-                    plgpu.commit_smem()
-                    fetch_state(d_after_gmem, head, e + 2, slab, e % 2)
-            d_G_out[p, head] = d_G
-            d_beta_out[p, head] = d_beta
-            faded_out[p, head] = faded
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            plgpu.commit_smem()  # every warp is done with this head
-            pl.when(member + 1 < group)(lambda: fetch(head + 1))
-            return d_q_sum, d_k_sum
+            d_S = [turned(d_S_smem.at[e, i]) for i in value_parts]
+            fold = fade * product(*((d_smem.at[i], d_S[i]) for i in value_parts))
+            shares_smem[1, e] = along(k_smem[e], fold)
+            d_k = fold + product(
+                (turned(d_qk_smem), q_smem.at[e]), (turned(d_kk_smem), k_smem.at[e])
+            )
+            shares_smem[0, e] = d_G - along(k_smem[e], d_k)
+            together()
 
-        start = [zero] * len(key_parts)
-        d_q_sum, d_k_sum = lax.fori_loop(0, group, value_head, (start, start))
+            @pl.when(more)
+            def _():
+                fetch_state(d_after_gmem, head + 1, d_S_smem, d_S_barriers)
+                fetch_rows(head + 1, (d_gmem, d_smem))
+
+            @pl.when(e == 0)
+            def _():
+                d_G, faded, removed = (
+                    total([plgpu.load(shares_smem.at[n, j], layout=ROW) for j in key_parts])
+                    for n in range(3)
+                )
+                d_G_out[p, head] = d_G
+                faded_out[p, head] = faded
+                mine, others = (plgpu.load(beta_smem.at[turn, n], layout=ROW) for n in (0, 1))
+                d_beta_out[p, head] = mine + others - removed
+
+            return d_q_sum, d_k_sum + d_k
+
+        zero = plgpu.layout_cast(jnp.zeros((CHUNK, 64), jnp.float32), TILE)
+        sums = lax.fori_loop(0, group, value_head, (zero, zero))
 
         # Through x / |x|: the part along x falls away.
-        for n, (unit_smem, sums, out, scale) in enumerate(
-            (
-                (q_smem, d_q_sum, d_q_out, width**-0.5),
-                (k_smem, d_k_sum, d_k_out, 1.0),
-            )
+        for n, (unit_smem, out, scale) in enumerate(
+            ((q_smem, d_q_out, width**-0.5), (k_smem, d_k_out, 1.0))
         ):
+            unit, d_unit = unit_smem[e].astype(jnp.float32) * (1 / scale), sums[n] * scale
+            inside_smem[n, e] = along(unit, d_unit)
+            together()
+            inside = total([plgpu.load(inside_smem.at[n, j], layout=ROW) for j in key_parts])
             factor = plgpu.load(factors_gmem.at[p, h, n], layout=ROW, optimized=False)
-            inside = None
-            for e in key_parts:
-                unit = unit_smem[e].astype(jnp.float32) * (1 / scale)
-                inside = add(inside, along(unit, sums[e] * scale))
-            for e in key_parts:
-                unit = unit_smem[e].astype(jnp.float32) * (1 / scale)
-                d_x = rows(factor, 64) * (sums[e] * scale - unit * rows(inside, 64))
-                unit_smem[e] = d_x.astype(low)
+            d_x = rows(factor, 64) * (d_unit - unit * rows(inside, 64))
+            unit_smem[e] = d_x.astype(low)
             plgpu.commit_smem()
-            for e in key_parts:
-                plgpu.copy_smem_to_gmem(unit_smem.at[e], out.at[p, h, :, part(e)])
+            plgpu.copy_smem_to_gmem(unit_smem.at[e], out.at[p, h, :, own])
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
+    smem = plgpu.SMEM
     shape = jax.ShapeDtypeStruct
     by_row = shape((pieces, value_heads, CHUNK), jnp.float32)
-    key_blocks = operand(len(key_parts), CHUNK, 64)
-    value_blocks = operand(len(value_parts), CHUNK, 64)
+    keys, values = len(key_parts), len(value_parts)
     return plgpu.kernel(
         body,
         out_type=[
@@ -353,17 +361,27 @@ def gradients(
         ],
         grid=(key_heads, pieces),
         grid_names=("head", "piece"),
+        num_threads=keys,
+        thread_name="part",
         scratch_types=[
-            key_blocks,
-            key_blocks,
-            value_blocks,
-            value_blocks,
-            value_blocks,
-            value_blocks,
-            operand(max(2, len(value_parts)), CHUNK, 64),
-            plgpu.Barrier(num_arrivals=2 * len(key_parts)),
-            plgpu.Barrier(num_arrivals=4 * len(value_parts)),
-            plgpu.Barrier(num_arrivals=len(value_parts), num_barriers=2),
+            operand(keys, CHUNK, 64),
+            operand(keys, CHUNK, 64),
+            operand(values, CHUNK, 64),
+            operand(values, CHUNK, 64),
+            operand(values, CHUNK, 64),
+            operand(values, CHUNK, 64),
+            operand(keys, values, 64, 64),
+            operand(keys, values, 64, 64),
+            operand(CHUNK, CHUNK),
+            operand(CHUNK, CHUNK),
+            smem((2, 2, CHUNK), jnp.float32),
+            smem((3, keys, CHUNK), jnp.float32),
+            smem((2, keys, CHUNK), jnp.float32),
+            plgpu.Barrier(num_arrivals=2 * keys),
+            plgpu.Barrier(num_arrivals=4 * values),
+            plgpu.Barrier(num_arrivals=values, num_barriers=keys),
+            plgpu.Barrier(num_arrivals=values, num_barriers=keys),
+            plgpu.Barrier(num_arrivals=keys),
         ],
         compiler_params=PARAMS,
         kernel_name="gated_delta_gradients",

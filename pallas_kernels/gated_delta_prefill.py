@@ -126,8 +126,8 @@ def prepare(
             gap = rows(G_row, CHUNK) - columns(G_column, CHUNK)
             return jnp.exp(jnp.where(row >= column, gap, 0.0))
 
-        # The scores first, then L: qk and kk are not held at once, which lets three programs share a
-        # multiprocessor's registers.
+        # The scores first, then L: qk and kk are not held at once, so that three programs share
+        # the registers of a multiprocessor.
         low_smem = q_smem
         for start in range(0, group, 2):
             heads = min(2, group - start)
