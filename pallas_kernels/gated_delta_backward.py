@@ -29,16 +29,20 @@ from pallas_kernels.gated_delta_tiles import (
     COLUMN,
     PARAMS,
     ROW,
-    columns,
+    TILE,
+    decayed,
     index,
     operand,
+    part,
+    plain,
     product,
     rows,
+    turned,
     two_products,
+    walk_fetch,
+    walk_scratch,
     walk_sizes,
 )
-
-TILE = plgpu.Layout.WGMMA
 
 
 def retreat(
@@ -66,9 +70,11 @@ def retreat(
     def body(
         q_gmem, k_gmem, d_o_gmem, G_gmem, beta_gmem, T_gmem, scores_gmem, first_gmem, count_gmem,
         d_r_out, d_S_out,
-        q_smem, k_smem, d_o_smem, G_smem, beta_smem, T_smem, scores_smem,
-        d_S_smem, d_d_smem, d_r_smem, grown_smem, strong_smem, barriers,
+        q_smem, k_smem, d_o_smem, G_smem, beta_smem, T_smem, scores_smem, barriers,
+        d_S_smem, d_d_smem, d_r_smem, grown_smem, strong_smem,
     ):  # fmt: skip
+        sources = q_gmem, k_gmem, d_o_gmem, G_gmem, beta_gmem, T_gmem, scores_gmem
+        targets = q_smem, k_smem, d_o_smem, G_smem, beta_smem, T_smem, scores_smem
         s, h, b = lax.axis_index("sequence"), lax.axis_index("head"), lax.axis_index("block")
         key_head = lax.div(h, jnp.int32(group))
         here = pl.ds(b * block, block)
@@ -76,15 +82,8 @@ def retreat(
         end = first_gmem[s] + steps - 1
 
         def fetch(i):
-            p, stage = end - i, lax.rem(i, jnp.int32(stages))
-            barrier = barriers.at[stage]
-            plgpu.copy_gmem_to_smem(q_gmem.at[p, key_head], q_smem.at[stage], barrier)
-            plgpu.copy_gmem_to_smem(k_gmem.at[p, key_head], k_smem.at[stage], barrier)
-            plgpu.copy_gmem_to_smem(d_o_gmem.at[p, h, :, here], d_o_smem.at[stage], barrier)
-            plgpu.copy_gmem_to_smem(G_gmem.at[p, h], G_smem.at[stage], barrier)
-            plgpu.copy_gmem_to_smem(beta_gmem.at[p, h], beta_smem.at[stage], barrier)
-            plgpu.copy_gmem_to_smem(T_gmem.at[p, h], T_smem.at[stage], barrier)
-            plgpu.copy_gmem_to_smem(scores_gmem.at[p, h], scores_smem.at[stage], barrier)
+            stage = lax.rem(i, jnp.int32(stages))
+            walk_fetch(sources, targets, barriers, end - i, key_head, h, here, stage)
 
         @pl.when(steps > 0)
         def _():
@@ -107,13 +106,13 @@ def retreat(
                 G_end = G_smem[stage, CHUNK - 1]
                 fade = rows(jnp.exp(G_end - G_row), block)
                 d_read, d_kept = two_products(
-                    (scores_smem.at[stage].transpose((1, 0)), d_o_smem.at[stage]),
+                    (turned(scores_smem.at[stage]), d_o_smem.at[stage]),
                     (keys, d_S_smem),
                     lambda x: x,
                 )
                 d_d_smem[...] = (d_read + fade * d_kept).astype(low)
                 plgpu.commit_smem()
-                d_r = product((T_smem.at[stage].transpose((1, 0)), d_d_smem)).astype(low)
+                d_r = product((turned(T_smem.at[stage]), d_d_smem)).astype(low)
                 plgpu.wait_smem_to_gmem(1, wait_read_only=True)  # that of the last dr is over
                 d_r_smem[...] = d_r
                 strength = rows(plgpu.load(beta_smem.at[stage], layout=ROW), block)
@@ -122,8 +121,8 @@ def retreat(
                 plgpu.commit_smem()
                 plgpu.copy_smem_to_gmem(d_r_smem, d_r_out.at[p, h, :, here])
                 read, removed = two_products(
-                    (queries.transpose((1, 0)), grown_smem),
-                    (keys.transpose((1, 0)), strong_smem),
+                    (turned(queries), grown_smem),
+                    (turned(keys), strong_smem),
                     lambda x: x,
                 )
                 decay = jnp.exp(jnp.full((width, block), G_end))
@@ -133,7 +132,6 @@ def retreat(
             lax.fori_loop(0, steps, chunk, zero)
             plgpu.wait_smem_to_gmem(0)
 
-    smem = plgpu.SMEM
     return plgpu.kernel(
         body,
         out_type=[
@@ -143,19 +141,12 @@ def retreat(
         grid=(first.shape[0], value_heads, value_width // block),
         grid_names=("sequence", "head", "block"),
         scratch_types=[
-            operand(stages, CHUNK, width, tile=block),
-            operand(stages, CHUNK, width, tile=block),
-            operand(stages, CHUNK, block, tile=block),
-            smem((stages, CHUNK), jnp.float32),
-            smem((stages, CHUNK), jnp.float32),
-            operand(stages, CHUNK, CHUNK, tile=block),
-            operand(stages, CHUNK, CHUNK, tile=block),
+            *walk_scratch(block, stages, width),
             operand(width, block, tile=block),
             operand(CHUNK, block, tile=block),
             operand(CHUNK, block, tile=block),
             operand(CHUNK, block, tile=block),
             operand(CHUNK, block, tile=block),
-            plgpu.Barrier(num_arrivals=7, num_barriers=stages),
         ],
         compiler_params=PARAMS,
         kernel_name="gated_delta_retreat",
@@ -199,8 +190,6 @@ def gradients(
     ):  # fmt: skip
         p, h, e = lax.axis_index("piece"), lax.axis_index("head"), lax.axis_index("part")
         own = pl.ds(64 * e, 64)
-        part = lambda i: slice(64 * i, 64 * (i + 1))  # noqa: E731
-        turned = lambda ref: ref.transpose((1, 0))  # noqa: E731
         total = lambda terms: sum(terms[1:], terms[0])  # noqa: E731
 
         def along(x, y):
@@ -239,17 +228,11 @@ def gradients(
         def value_head(member, sums):
             head, turn = h * group + member, lax.rem(member, 2)
             more = member + 1 < group
-            G_row, G_column, strength = (
-                plgpu.load(source.at[p, head], layout=layout, optimized=False)
-                for source, layout in ((G_gmem, ROW), (G_gmem, COLUMN), (beta_gmem, ROW))
-            )
-            G_end, strength = G_gmem[p, head, CHUNK - 1], rows(strength, 64)
+            G_row, G_column = (plain(G_gmem.at[p, head], x) for x in (ROW, COLUMN))
+            G_end = G_gmem[p, head, CHUNK - 1]
+            strength = rows(plain(beta_gmem.at[p, head], ROW), 64)
             grown = rows(jnp.exp(G_row), 64)
             plgpu.barrier_wait(barrier)
-
-            def decay():
-                gap = rows(G_row, CHUNK) - columns(G_column, CHUNK)
-                return jnp.exp(jnp.where(row >= column, gap, 0.0))
 
             @pl.when(e == 0)
             def _():
@@ -257,12 +240,14 @@ def gradients(
                 for i in value_parts:
                     v_smem[i] = (strength * d_r_smem[i].astype(jnp.float32)).astype(low)
                 d_qk = product(*((d_o_smem.at[i], turned(d_smem.at[i])) for i in value_parts))
-                d_qk_smem[...] = jnp.where(row >= column, d_qk * decay(), 0.0).astype(low)
+                decay = decayed(G_row, G_column, row, column)
+                d_qk_smem[...] = jnp.where(row >= column, d_qk * decay, 0.0).astype(low)
 
             @pl.when(e == len(key_parts) - 1)
             def _():
                 d_lower = product(*((d_r_smem.at[i], turned(d_smem.at[i])) for i in value_parts))
-                d_lower = jnp.where(row > column, -d_lower * decay(), 0.0)
+                decay = decayed(G_row, G_column, row, column)
+                d_lower = jnp.where(row > column, -d_lower * decay, 0.0)
                 d_kk_smem[...] = (d_lower * strength).astype(low)
                 kk = product(*((k_smem.at[j], turned(k_smem.at[j])) for j in key_parts))
                 beta_smem[turn, 1] = along(kk, d_lower)
@@ -337,7 +322,7 @@ def gradients(
             inside_smem[n, e] = along(unit, d_unit)
             together()
             inside = total([plgpu.load(inside_smem.at[n, j], layout=ROW) for j in key_parts])
-            factor = plgpu.load(factors_gmem.at[p, h, n], layout=ROW, optimized=False)
+            factor = plain(factors_gmem.at[p, h, n], ROW)
             d_x = rows(factor, 64) * (d_unit - unit * rows(inside, 64))
             unit_smem[e] = d_x.astype(low)
             plgpu.commit_smem()
