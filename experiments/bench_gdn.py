@@ -78,7 +78,8 @@ def device_times(call, repetitions: int) -> tuple[float, dict[str, float]]:
 
 
 def timed(step, state, repetitions: int = 20) -> dict:
-    """step(state) -> state, queued; the state is donated from call to call."""
+    """step(what it returned last, at first `state`), queued; the state is donated from call to
+    call."""
     import jax
 
     holder = [step(state)]
@@ -125,19 +126,19 @@ def run_times(case: str) -> dict:
     if case == "train":
         weight = draw(count, 1)[2]
 
-        def call(carry, *args):
-            f = lambda *x: gated_delta(*x, carry[0], layer, batch, policy=policy)  # noqa: E731
+        def call(state, *args):
+            f = lambda *x: gated_delta(*x, state, layer, batch, policy=policy)  # noqa: E731
             _, pull, after = jax.vjp(f, *args, has_aux=True)
             return after, pull(weight)
 
     else:
 
-        def call(carry, *args):
-            out, after = gated_delta(*args, carry[0], layer, batch, policy=policy)
+        def call(state, *args):
+            out, after = gated_delta(*args, state, layer, batch, policy=policy)
             return after, out
 
     step = jax.jit(call, donate_argnums=0)
-    return timed(lambda carry: step(carry, *args), (state, None))
+    return timed(lambda last: step(last[0], *args), (state, None))
 
 
 def recurrence(q, k, v, a, b, A_log, dt_bias):

@@ -29,17 +29,20 @@ from pallas_kernels.gated_delta_tiles import (
     COLUMN,
     PARAMS,
     ROW,
-    columns,
+    TILE,
+    decayed,
     index,
     operand,
+    part,
+    plain,
     product,
     rows,
+    turned,
     two_products,
+    walk_fetch,
+    walk_scratch,
+    walk_sizes,
 )
-
-TILE = plgpu.Layout.WGMMA
-# As in `gated_delta_prefill.advance`.
-BLOCK, STAGES = 64, 2
 
 
 def retreat(
@@ -61,15 +64,17 @@ def retreat(
     pieces, key_heads, _, width = k.shape
     value_heads, value_width = d_o.shape[1], d_o.shape[3]
     group = value_heads // key_heads
-    block, stages = BLOCK, STAGES
+    block, stages = walk_sizes(first.shape[0] * value_heads * value_width)
     low = k.dtype
 
     def body(
         q_gmem, k_gmem, d_o_gmem, G_gmem, beta_gmem, T_gmem, scores_gmem, first_gmem, count_gmem,
         d_r_out, d_S_out,
-        q_smem, k_smem, d_o_smem, G_smem, beta_smem, T_smem, scores_smem,
-        d_S_smem, d_d_smem, d_r_smem, grown_smem, strong_smem, barriers,
+        q_smem, k_smem, d_o_smem, G_smem, beta_smem, T_smem, scores_smem, barriers,
+        d_S_smem, d_d_smem, d_r_smem, grown_smem, strong_smem,
     ):  # fmt: skip
+        sources = q_gmem, k_gmem, d_o_gmem, G_gmem, beta_gmem, T_gmem, scores_gmem
+        targets = q_smem, k_smem, d_o_smem, G_smem, beta_smem, T_smem, scores_smem
         s, h, b = lax.axis_index("sequence"), lax.axis_index("head"), lax.axis_index("block")
         key_head = lax.div(h, jnp.int32(group))
         here = pl.ds(b * block, block)
@@ -77,15 +82,8 @@ def retreat(
         end = first_gmem[s] + steps - 1
 
         def fetch(i):
-            p, stage = end - i, lax.rem(i, jnp.int32(stages))
-            barrier = barriers.at[stage]
-            plgpu.copy_gmem_to_smem(q_gmem.at[p, key_head], q_smem.at[stage], barrier)
-            plgpu.copy_gmem_to_smem(k_gmem.at[p, key_head], k_smem.at[stage], barrier)
-            plgpu.copy_gmem_to_smem(d_o_gmem.at[p, h, :, here], d_o_smem.at[stage], barrier)
-            plgpu.copy_gmem_to_smem(G_gmem.at[p, h], G_smem.at[stage], barrier)
-            plgpu.copy_gmem_to_smem(beta_gmem.at[p, h], beta_smem.at[stage], barrier)
-            plgpu.copy_gmem_to_smem(T_gmem.at[p, h], T_smem.at[stage], barrier)
-            plgpu.copy_gmem_to_smem(scores_gmem.at[p, h], scores_smem.at[stage], barrier)
+            stage = lax.rem(i, jnp.int32(stages))
+            walk_fetch(sources, targets, barriers, end - i, key_head, h, here, stage)
 
         @pl.when(steps > 0)
         def _():
@@ -108,13 +106,13 @@ def retreat(
                 G_end = G_smem[stage, CHUNK - 1]
                 fade = rows(jnp.exp(G_end - G_row), block)
                 d_read, d_kept = two_products(
-                    (scores_smem.at[stage].transpose((1, 0)), d_o_smem.at[stage]),
+                    (turned(scores_smem.at[stage]), d_o_smem.at[stage]),
                     (keys, d_S_smem),
                     lambda x: x,
                 )
                 d_d_smem[...] = (d_read + fade * d_kept).astype(low)
                 plgpu.commit_smem()
-                d_r = product((T_smem.at[stage].transpose((1, 0)), d_d_smem)).astype(low)
+                d_r = product((turned(T_smem.at[stage]), d_d_smem)).astype(low)
                 plgpu.wait_smem_to_gmem(1, wait_read_only=True)  # that of the last dr is over
                 d_r_smem[...] = d_r
                 strength = rows(plgpu.load(beta_smem.at[stage], layout=ROW), block)
@@ -123,8 +121,8 @@ def retreat(
                 plgpu.commit_smem()
                 plgpu.copy_smem_to_gmem(d_r_smem, d_r_out.at[p, h, :, here])
                 read, removed = two_products(
-                    (queries.transpose((1, 0)), grown_smem),
-                    (keys.transpose((1, 0)), strong_smem),
+                    (turned(queries), grown_smem),
+                    (turned(keys), strong_smem),
                     lambda x: x,
                 )
                 decay = jnp.exp(jnp.full((width, block), G_end))
@@ -134,7 +132,6 @@ def retreat(
             lax.fori_loop(0, steps, chunk, zero)
             plgpu.wait_smem_to_gmem(0)
 
-    smem = plgpu.SMEM
     return plgpu.kernel(
         body,
         out_type=[
@@ -144,19 +141,12 @@ def retreat(
         grid=(first.shape[0], value_heads, value_width // block),
         grid_names=("sequence", "head", "block"),
         scratch_types=[
-            operand(stages, CHUNK, width),
-            operand(stages, CHUNK, width),
-            operand(stages, CHUNK, block),
-            smem((stages, CHUNK), jnp.float32),
-            smem((stages, CHUNK), jnp.float32),
-            operand(stages, CHUNK, CHUNK),
-            operand(stages, CHUNK, CHUNK),
-            operand(width, block),
-            operand(CHUNK, block),
-            operand(CHUNK, block),
-            operand(CHUNK, block),
-            operand(CHUNK, block),
-            plgpu.Barrier(num_arrivals=7, num_barriers=stages),
+            *walk_scratch(block, stages, width),
+            operand(width, block, tile=block),
+            operand(CHUNK, block, tile=block),
+            operand(CHUNK, block, tile=block),
+            operand(CHUNK, block, tile=block),
+            operand(CHUNK, block, tile=block),
         ],
         compiler_params=PARAMS,
         kernel_name="gated_delta_retreat",
@@ -189,155 +179,160 @@ def gradients(
     low = k.dtype
     key_parts, value_parts = range(width // 64), range(value_width // 64)
 
-    # Everything is held in blocks of 64 by 64, so that a product's result is 32 registers a thread.
+    # One warpgroup for each 64 columns of K: the sums over value heads stay in its registers. What
+    # all of them read (dA, M) is made by the first and by the last.
     def body(
         q_gmem, k_gmem, factors_gmem, v_gmem, G_gmem, beta_gmem,
         d_o_gmem, d_gmem, d_r_gmem, entry_gmem, d_after_gmem,
         d_q_out, d_k_out, d_v_out, d_G_out, d_beta_out, faded_out, stated_out,
-        q_smem, k_smem, factors_smem, v_smem, G_smem, beta_smem,
-        d_o_smem, d_smem, d_r_smem, S_smem, d_qk_smem, d_kk_smem, d_q_smem, d_k_smem,
-        d_G_smem, d_beta_smem, faded_smem, stated_smem, key_barrier, barrier, state_barrier,
+        q_smem, k_smem, v_smem, d_o_smem, d_smem, d_r_smem, S_smem, d_S_smem, d_qk_smem, d_kk_smem,
+        beta_smem, shares_smem, inside_smem, key_barrier, barrier, S_barriers, d_S_barriers, meet,
     ):  # fmt: skip
-        p, h = lax.axis_index("piece"), lax.axis_index("head")
-        part = lambda e: slice(64 * e, 64 * (e + 1))  # noqa: E731
-        turned = lambda ref: ref.transpose((1, 0))  # noqa: E731
-        for e in key_parts:
-            plgpu.copy_gmem_to_smem(q_gmem.at[p, h, :, part(e)], q_smem.at[e], key_barrier)
-            plgpu.copy_gmem_to_smem(k_gmem.at[p, h, :, part(e)], k_smem.at[e], key_barrier)
-        plgpu.copy_gmem_to_smem(factors_gmem.at[p, h], factors_smem, key_barrier)
-
-        def fetch_state(source, head):
-            for i in value_parts:
-                for e in key_parts:
-                    block = source.at[p, head, part(e), part(i)]
-                    plgpu.copy_gmem_to_smem(block, S_smem.at[i, e], state_barrier)
-
-        def fetch(head):
-            for i in value_parts:
-                for source, target in (
-                    (v_gmem, v_smem),
-                    (d_o_gmem, d_o_smem),
-                    (d_gmem, d_smem),
-                    (d_r_gmem, d_r_smem),
-                ):
-                    block = source.at[p, head, :, part(i)]
-                    plgpu.copy_gmem_to_smem(block, target.at[i], barrier)
-            plgpu.copy_gmem_to_smem(G_gmem.at[p, head], G_smem, barrier)
-            plgpu.copy_gmem_to_smem(beta_gmem.at[p, head], beta_smem, barrier)
-            fetch_state(entry_gmem, head)
+        p, h, e = lax.axis_index("piece"), lax.axis_index("head"), lax.axis_index("part")
+        own = pl.ds(64 * e, 64)
+        total = lambda terms: sum(terms[1:], terms[0])  # noqa: E731
 
         def along(x, y):
             x, y = x.astype(jnp.float32), y.astype(jnp.float32)
             return jnp.sum(lax.optimization_barrier(x * y), axis=1)
 
-        def plain(source):
-            return plgpu.load(source, layout=TILE, optimized=False)
+        def together():
+            """Until every warpgroup is here, and sees what the others wrote."""
+            plgpu.commit_smem()
+            plgpu.barrier_arrive(meet)
+            plgpu.barrier_wait(meet)
 
-        fetch(h * group)
+        def fetch_rows(head, *pairs):
+            @pl.when(e == 0)
+            def _():
+                for source, target in pairs:
+                    for i in value_parts:
+                        block = source.at[p, head, :, part(i)]
+                        plgpu.copy_gmem_to_smem(block, target.at[i], barrier)
+
+        def fetch_state(source, head, target, barriers):
+            for i in value_parts:
+                block = source.at[p, head, own, part(i)]
+                plgpu.copy_gmem_to_smem(block, target.at[e, i], barriers.at[e])
+
+        early = ((v_gmem, v_smem), (d_r_gmem, d_r_smem), (d_o_gmem, d_o_smem))
+        plgpu.copy_gmem_to_smem(q_gmem.at[p, h, :, own], q_smem.at[e], key_barrier)
+        plgpu.copy_gmem_to_smem(k_gmem.at[p, h, :, own], k_smem.at[e], key_barrier)
+        fetch_rows(h * group, *early, (d_gmem, d_smem))
+        fetch_state(entry_gmem, h * group, S_smem, S_barriers)
+        fetch_state(d_after_gmem, h * group, d_S_smem, d_S_barriers)
         plgpu.barrier_wait(key_barrier)
         square = (CHUNK, CHUNK)
         row, column = index(square, 0), index(square, 1)
-        for member in range(group):
-            head = h * group + member
-            plgpu.barrier_wait(barrier)
-            G_row = plgpu.load(G_smem, layout=ROW)
-            strength = rows(plgpu.load(beta_smem, layout=ROW), 64)
+
+        def value_head(member, sums):
+            head, turn = h * group + member, lax.rem(member, 2)
+            more = member + 1 < group
+            G_row, G_column = (plain(G_gmem.at[p, head], x) for x in (ROW, COLUMN))
+            G_end = G_gmem[p, head, CHUNK - 1]
+            strength = rows(plain(beta_gmem.at[p, head], ROW), 64)
             grown = rows(jnp.exp(G_row), 64)
-            gap = rows(G_row, CHUNK) - columns(plgpu.load(G_smem, layout=COLUMN), CHUNK)
-            decay = jnp.exp(jnp.where(row >= column, gap, 0.0))
-            d_qk = product(*((d_o_smem.at[i], turned(d_smem.at[i])) for i in value_parts))
-            d_qk_smem[...] = jnp.where(row >= column, d_qk * decay, 0.0).astype(low)
-            d_lower = product(*((d_r_smem.at[i], turned(d_smem.at[i])) for i in value_parts))
-            d_lower = jnp.where(row > column, -d_lower * decay, 0.0)
-            d_kk_smem[...] = (d_lower * strength).astype(low)
-            kk = product(*((k_smem.at[e], turned(k_smem.at[e])) for e in key_parts))
-            d_beta = along(kk, d_lower)
-            for i in value_parts:
-                d_residual = d_r_smem[i].astype(jnp.float32)
-                d_beta = d_beta + along(v_smem[i], d_residual)
-                v_smem[i] = (strength * d_residual).astype(low)
-            plgpu.commit_smem()
-            for i in value_parts:
-                plgpu.copy_smem_to_gmem(v_smem.at[i], d_v_out.at[p, head, :, part(i)])
+            plgpu.barrier_wait(barrier)
+
+            @pl.when(e == 0)
+            def _():
+                beta_smem[turn, 0] = total([along(v_smem[i], d_r_smem[i]) for i in value_parts])
+                for i in value_parts:
+                    v_smem[i] = (strength * d_r_smem[i].astype(jnp.float32)).astype(low)
+                d_qk = product(*((d_o_smem.at[i], turned(d_smem.at[i])) for i in value_parts))
+                decay = decayed(G_row, G_column, row, column)
+                d_qk_smem[...] = jnp.where(row >= column, d_qk * decay, 0.0).astype(low)
+
+            @pl.when(e == len(key_parts) - 1)
+            def _():
+                d_lower = product(*((d_r_smem.at[i], turned(d_smem.at[i])) for i in value_parts))
+                decay = decayed(G_row, G_column, row, column)
+                d_lower = jnp.where(row > column, -d_lower * decay, 0.0)
+                d_kk_smem[...] = (d_lower * strength).astype(low)
+                kk = product(*((k_smem.at[j], turned(k_smem.at[j])) for j in key_parts))
+                beta_smem[turn, 1] = along(kk, d_lower)
+
+            together()
+
+            @pl.when(e == 0)
+            def _():
+                for i in value_parts:
+                    plgpu.copy_smem_to_gmem(v_smem.at[i], d_v_out.at[p, head, :, part(i)])
 
             # What rows read from the entry state.
-            plgpu.barrier_wait(state_barrier)
-            d_G = None
-            for e in key_parts:
-                from_state = [turned(S_smem.at[i, e]) for i in value_parts]
-                d_q = grown * product(*((d_o_smem.at[i], from_state[i]) for i in value_parts))
-                d_q = d_q + product((d_qk_smem, k_smem.at[e]))
-                moved = along(q_smem[e], d_q)
-                d_q_smem[e] = d_q if member == 0 else plain(d_q_smem.at[e]) + d_q
-                removed = grown * product(*((d_r_smem.at[i], from_state[i]) for i in value_parts))
-                d_beta = d_beta - along(k_smem[e], removed)
-                d_k = product((d_kk_smem, k_smem.at[e])) - strength * removed
-                moved = moved + along(k_smem[e], d_k)
-                d_G = moved if d_G is None else d_G + moved
-                d_k_smem[e] = d_k if member == 0 else plain(d_k_smem.at[e]) + d_k
-                stated = None
-                for i in value_parts:
-                    block = plain(d_after_gmem.at[p, head, part(e), part(i)])
-                    term = along(S_smem[i, e], block)
-                    stated = term if stated is None else stated + term
-                stated_smem[part(e)] = stated
-            plgpu.commit_smem()
+            plgpu.barrier_wait(S_barriers.at[e])
+            from_state = [turned(S_smem.at[e, i]) for i in value_parts]
+            d_q = grown * product(*((d_o_smem.at[i], from_state[i]) for i in value_parts))
+            d_q = d_q + product((d_qk_smem, k_smem.at[e]))
+            d_G = along(q_smem[e], d_q)
+            d_q_sum = sums[0] + d_q
+            removed = grown * product(*((d_r_smem.at[i], from_state[i]) for i in value_parts))
+            shares_smem[2, e] = along(k_smem[e], removed)
+            d_k = product((d_kk_smem, k_smem.at[e])) - strength * removed
+            d_G = d_G + along(k_smem[e], d_k)
+            d_k_sum = sums[1] + d_k
+            plgpu.barrier_wait(d_S_barriers.at[e])
+            stated = [along(S_smem[e, i], d_S_smem[e, i]) for i in value_parts]
+            stated_out[p, head, own] = total(stated)
+            together()
+
+            @pl.when(more)
+            def _():
+                fetch_state(entry_gmem, head + 1, S_smem, S_barriers)
+                pl.when(e == 0)(lambda: plgpu.wait_smem_to_gmem(0, wait_read_only=True))
+                fetch_rows(head + 1, *early)
 
             # What they left for the exit state, and for later rows.
-            fetch_state(d_after_gmem, head)
-            G_end = G_smem[CHUNK - 1]
             fade = rows(jnp.exp(G_end - G_row), 64)
-            faded = None
-            plgpu.barrier_wait(state_barrier)
-            for e in key_parts:
-                pairs = ((d_smem.at[i], turned(S_smem.at[i, e])) for i in value_parts)
-                fold = fade * product(*pairs)
-                term = along(k_smem[e], fold)
-                faded = term if faded is None else faded + term
-                d_k = fold + product(
-                    (turned(d_qk_smem), q_smem.at[e]), (turned(d_kk_smem), k_smem.at[e])
+            d_S = [turned(d_S_smem.at[e, i]) for i in value_parts]
+            fold = fade * product(*((d_smem.at[i], d_S[i]) for i in value_parts))
+            shares_smem[1, e] = along(k_smem[e], fold)
+            d_k = fold + product(
+                (turned(d_qk_smem), q_smem.at[e]), (turned(d_kk_smem), k_smem.at[e])
+            )
+            shares_smem[0, e] = d_G - along(k_smem[e], d_k)
+            together()
+
+            @pl.when(more)
+            def _():
+                fetch_state(d_after_gmem, head + 1, d_S_smem, d_S_barriers)
+                fetch_rows(head + 1, (d_gmem, d_smem))
+
+            @pl.when(e == 0)
+            def _():
+                d_G, faded, removed = (
+                    total([plgpu.load(shares_smem.at[n, j], layout=ROW) for j in key_parts])
+                    for n in range(3)
                 )
-                d_G = d_G - along(k_smem[e], d_k)
-                d_k_smem[e] = plain(d_k_smem.at[e]) + d_k
-            faded_smem[...] = faded
-            d_G_smem[...] = d_G
-            d_beta_smem[...] = d_beta
-            plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(d_G_smem, d_G_out.at[p, head])
-            plgpu.copy_smem_to_gmem(d_beta_smem, d_beta_out.at[p, head])
-            plgpu.copy_smem_to_gmem(faded_smem, faded_out.at[p, head])
-            plgpu.copy_smem_to_gmem(stated_smem, stated_out.at[p, head])
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            if member + 1 < group:
-                fetch(head + 1)
+                d_G_out[p, head] = d_G
+                faded_out[p, head] = faded
+                mine, others = (plgpu.load(beta_smem.at[turn, n], layout=ROW) for n in (0, 1))
+                d_beta_out[p, head] = mine + others - removed
+
+            return d_q_sum, d_k_sum + d_k
+
+        zero = plgpu.layout_cast(jnp.zeros((CHUNK, 64), jnp.float32), TILE)
+        sums = lax.fori_loop(0, group, value_head, (zero, zero))
 
         # Through x / |x|: the part along x falls away.
-        for n, (unit_smem, sum_smem, out, scale) in enumerate(
-            (
-                (q_smem, d_q_smem, d_q_out, width**-0.5),
-                (k_smem, d_k_smem, d_k_out, 1.0),
-            )
+        for n, (unit_smem, out, scale) in enumerate(
+            ((q_smem, d_q_out, width**-0.5), (k_smem, d_k_out, 1.0))
         ):
-            factor = rows(plgpu.load(factors_smem.at[n], layout=ROW), 64)
-            inside = None
-            for e in key_parts:
-                unit = unit_smem[e].astype(jnp.float32) * (1 / scale)
-                term = along(unit, plain(sum_smem.at[e]) * scale)
-                inside = term if inside is None else inside + term
-            for e in key_parts:
-                unit = unit_smem[e].astype(jnp.float32) * (1 / scale)
-                d_x = factor * (plain(sum_smem.at[e]) * scale - unit * rows(inside, 64))
-                unit_smem[e] = d_x.astype(low)
+            unit, d_unit = unit_smem[e].astype(jnp.float32) * (1 / scale), sums[n] * scale
+            inside_smem[n, e] = along(unit, d_unit)
+            together()
+            inside = total([plgpu.load(inside_smem.at[n, j], layout=ROW) for j in key_parts])
+            factor = plain(factors_gmem.at[p, h, n], ROW)
+            d_x = rows(factor, 64) * (d_unit - unit * rows(inside, 64))
+            unit_smem[e] = d_x.astype(low)
             plgpu.commit_smem()
-            for e in key_parts:
-                plgpu.copy_smem_to_gmem(unit_smem.at[e], out.at[p, h, :, part(e)])
+            plgpu.copy_smem_to_gmem(unit_smem.at[e], out.at[p, h, :, own])
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     smem = plgpu.SMEM
     shape = jax.ShapeDtypeStruct
     by_row = shape((pieces, value_heads, CHUNK), jnp.float32)
-    key_blocks = operand(len(key_parts), CHUNK, 64)
-    value_blocks = operand(len(value_parts), CHUNK, 64)
+    keys, values = len(key_parts), len(value_parts)
     return plgpu.kernel(
         body,
         out_type=[
@@ -351,28 +346,27 @@ def gradients(
         ],
         grid=(key_heads, pieces),
         grid_names=("head", "piece"),
+        num_threads=keys,
+        thread_name="part",
         scratch_types=[
-            key_blocks,
-            key_blocks,
-            smem((2, CHUNK), jnp.float32),
-            value_blocks,
-            smem((CHUNK,), jnp.float32),
-            smem((CHUNK,), jnp.float32),
-            value_blocks,
-            value_blocks,
-            value_blocks,
-            operand(len(value_parts), len(key_parts), 64, 64),
+            operand(keys, CHUNK, 64),
+            operand(keys, CHUNK, 64),
+            operand(values, CHUNK, 64),
+            operand(values, CHUNK, 64),
+            operand(values, CHUNK, 64),
+            operand(values, CHUNK, 64),
+            operand(keys, values, 64, 64),
+            operand(keys, values, 64, 64),
             operand(CHUNK, CHUNK),
             operand(CHUNK, CHUNK),
-            smem((len(key_parts), CHUNK, 64), jnp.float32),
-            smem((len(key_parts), CHUNK, 64), jnp.float32),
-            smem((CHUNK,), jnp.float32),
-            smem((CHUNK,), jnp.float32),
-            smem((CHUNK,), jnp.float32),
-            smem((width,), jnp.float32),
-            plgpu.Barrier(num_arrivals=1 + 2 * len(key_parts)),
-            plgpu.Barrier(num_arrivals=2 + 4 * len(value_parts)),
-            plgpu.Barrier(num_arrivals=len(key_parts) * len(value_parts)),
+            smem((2, 2, CHUNK), jnp.float32),
+            smem((3, keys, CHUNK), jnp.float32),
+            smem((2, keys, CHUNK), jnp.float32),
+            plgpu.Barrier(num_arrivals=2 * keys),
+            plgpu.Barrier(num_arrivals=4 * values),
+            plgpu.Barrier(num_arrivals=values, num_barriers=keys),
+            plgpu.Barrier(num_arrivals=values, num_barriers=keys),
+            plgpu.Barrier(num_arrivals=keys),
         ],
         compiler_params=PARAMS,
         kernel_name="gated_delta_gradients",

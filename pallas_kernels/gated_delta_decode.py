@@ -25,14 +25,16 @@ from pallas_kernels.gated_delta_tiles import (
     columns,
     index,
     operand,
+    part,
     pick,
+    plain,
     product,
     rows,
     solve_row,
+    turned,
     unit,
 )
 
-TILE = plgpu.Layout.WGMMA
 # The narrowest right-hand side of a tensor core product.
 NARROW = 8
 
@@ -58,7 +60,6 @@ def normalize(q: jax.Array, k: jax.Array, *, epsilon: float) -> jax.Array:
 
     def body(q_gmem, k_gmem, out, q_smem, k_smem, barrier):
         here = pl.ds(lax.axis_index("tile") * CHUNK, CHUNK)
-        part = lambda e: slice(64 * e, 64 * (e + 1))  # noqa: E731
         for e in range(parts):
             plgpu.copy_gmem_to_smem(q_gmem.at[here, part(e)], q_smem.at[e], barrier)
             plgpu.copy_gmem_to_smem(k_gmem.at[here, part(e)], k_smem.at[e], barrier)
@@ -146,15 +147,15 @@ def prepare_row(
             held_T, held_G, before = [], [], []
             for e in range(group):
                 head = (*where, h * group + e)
-                held_T.append(plgpu.load(inverse_gmem.at[*head], layout=TILE, optimized=False))
-                held_G.append(plgpu.load(decay_gmem.at[*head], layout=ROW, optimized=False))
+                held_T.append(plain(inverse_gmem.at[*head]))
+                held_G.append(plain(decay_gmem.at[*head], ROW))
                 before.append(decay_gmem[*head, jnp.maximum(i - 1, 0)])
             plgpu.barrier_wait(barrier)
             _await_rows(i, row_barriers)
             k_smem[...] = _joined(i, k_smem[...], plgpu.load(k_row, layout=COLUMN))
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(k_row, keys_gmem.at[*where, h, i])
-            both = product((k_smem, x_smem.transpose((1, 0))))
+            both = product((k_smem, turned(x_smem)))
             qk, kk = pick(both, 0), pick(both, 1)
 
             column = plgpu.broadcasted_iota(jnp.int32, (CHUNK,), 0, layout=ROW)
@@ -255,8 +256,6 @@ def advance_row(
         t, i, fresh = token_gmem[s], row_gmem[s], fresh_gmem[s]
         where = (layer_gmem[0], slot_gmem[s], h)
         here = pl.ds(b * block, block)
-        part = lambda e: slice(e * 64, (e + 1) * 64)  # noqa: E731
-        turned = lambda ref: ref.transpose((1, 0))  # noqa: E731
 
         def one():
             for e in range(parts):
@@ -305,7 +304,7 @@ def advance_row(
             @pl.when(i == CHUNK - 1)
             def _():
                 G_end = decay_gmem[*where, CHUNK - 1]
-                G_row = plgpu.load(decay_gmem.at[*where], layout=ROW, optimized=False)
+                G_row = plain(decay_gmem.at[*where], ROW)
                 fade = rows(jnp.exp(G_end - G_row), block)
                 r_smem[...] = (fade * d_smem[...].astype(jnp.float32)).astype(low)
                 plgpu.barrier_wait(keys_barrier)
@@ -313,8 +312,7 @@ def advance_row(
                 decay = jnp.exp(jnp.full((64, block), G_end))
                 for e in range(parts):
                     new = product((turned(S_smem.at[e]), r_smem))
-                    source = state_gmem.at[*where, part(e), here]
-                    S = plgpu.load(source, layout=TILE, optimized=False)
+                    S = plain(state_gmem.at[*where, part(e), here])
                     S = decay * jnp.where(fresh == 0, S, 0.0) + new
                     state_gmem[*where, part(e), here] = S
                     operand_gmem[*where, part(e), here] = S.astype(low)

@@ -21,22 +21,22 @@ from pallas_kernels.gated_delta_tiles import (
     COLUMN,
     PARAMS,
     ROW,
-    columns,
+    decayed,
     index,
     operand,
+    part,
+    plain,
     product,
     rows,
     running_sums,
     solve,
+    turned,
     two_products,
     unit,
+    walk_fetch,
+    walk_scratch,
+    walk_sizes,
 )
-
-TILE = plgpu.Layout.WGMMA
-
-
-# Columns of V that one program of `advance` owns: a swizzle's width. Chunks that it has in flight.
-BLOCK, STAGES = 64, 2
 
 
 def _shape(shape: tuple[int, ...], dtype=jnp.bfloat16) -> jax.ShapeDtypeStruct:
@@ -77,7 +77,6 @@ def prepare(
         barrier, held_barrier,
     ):  # fmt: skip
         p, h = lax.axis_index("piece"), lax.axis_index("head")
-        part = lambda e: slice(64 * e, 64 * (e + 1))  # noqa: E731
         for e in range(parts):
             plgpu.copy_gmem_to_smem(q_gmem.at[p, h, :, part(e)], q_smem.at[e], barrier)
             plgpu.copy_gmem_to_smem(k_gmem.at[p, h, :, part(e)], k_smem.at[e], barrier)
@@ -108,7 +107,7 @@ def prepare(
         def _():
             for e in range(parts):
                 source = keys_gmem.at[*where, h, :, part(e)]
-                old = plgpu.load(source, layout=TILE, optimized=False)
+                old = plain(source)
                 k_smem[e] = jnp.where(row < at, old, k_smem[e])
 
         plgpu.commit_smem()
@@ -116,33 +115,36 @@ def prepare(
             plgpu.copy_smem_to_gmem(q_smem.at[e], q_out.at[p, h, :, part(e)])
             plgpu.copy_smem_to_gmem(k_smem.at[e], k_out.at[p, h, :, part(e)])
         plgpu.copy_smem_to_gmem(factor_smem, factor_out.at[p, h])
-        keys = [k_smem.at[e].transpose((1, 0)) for e in range(parts)]
-        kk = product(*((k_smem.at[e], keys[e]) for e in range(parts)))
+        keys = [turned(k_smem.at[e]) for e in range(parts)]
         qk = product(*((q_smem.at[e], keys[e]) for e in range(parts)))
         each = lambda ref: [ref.at[e] for e in range(group)]  # noqa: E731
         for e, G in enumerate(running_sums(each(g_smem), at, each(held_smem))):
             G_smem[e] = G
         plgpu.commit_smem()
 
+        def decay(e):
+            G_row, G_column = (plgpu.load(G_smem.at[e], layout=x) for x in (ROW, COLUMN))
+            return decayed(G_row, G_column, row, column)
+
+        # The scores first, then L: qk and kk are not held at once, so that three programs share
+        # the registers of a multiprocessor.
         low_smem = q_smem
         for start in range(0, group, 2):
             heads = min(2, group - start)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             for e in range(heads):
-                head = h * group + start + e
-                G_row = plgpu.load(G_smem.at[start + e], layout=ROW)
-                G_column = plgpu.load(G_smem.at[start + e], layout=COLUMN)
-                gap = rows(G_row, CHUNK) - columns(G_column, CHUNK)
-                decay = jnp.exp(jnp.where(row >= column, gap, 0.0))
-                low_smem[e] = jnp.where(row >= column, qk * decay, 0.0).astype(low)
+                scores = jnp.where(row >= column, qk * decay(start + e), 0.0)
+                low_smem[e] = scores.astype(low)
+            kk = product(*((k_smem.at[e], keys[e]) for e in range(parts)))
+            for e in range(heads):
                 strength = rows(plgpu.load(beta_smem.at[start + e], layout=ROW), CHUNK)
-                lower = jnp.where(row > column, -(kk * decay) * strength, 0.0)
+                lower = jnp.where(row > column, -(kk * decay(start + e)) * strength, 0.0)
                 tile_smem[:, part(e)] = lower
 
                 @pl.when(at > 0)
-                def _(e=e, head=head, lower=lower):
+                def _(e=e, head=h * group + start + e, lower=lower):
                     source = inverse_gmem.at[*where, head]
-                    T = plgpu.load(source, layout=TILE, optimized=False).astype(jnp.float32)
+                    T = plain(source).astype(jnp.float32)
                     tile_smem[:, part(e)] = jnp.where(row < at, T, lower)
 
             plgpu.commit_smem()
@@ -153,7 +155,7 @@ def prepare(
             solve(tile_smem, at, heads)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             for e in range(heads):
-                T = plgpu.load(tile_smem.at[:, part(e)], layout=TILE, optimized=False)
+                T = plain(tile_smem.at[:, part(e)])
                 low_smem[e] = T.astype(low)
             plgpu.commit_smem()
             for e in range(heads):
@@ -220,7 +222,7 @@ def advance(
     pieces, key_heads, _, width = k.shape
     value_heads, value_width = v.shape[1], v.shape[3]
     group = value_heads // key_heads
-    block, stages = BLOCK, STAGES
+    block, stages = walk_sizes(first.shape[0] * value_heads * value_width)
     low = k.dtype
 
     def body(
@@ -231,9 +233,11 @@ def advance(
     ):  # fmt: skip
         outputs, scratch = (rest[:3], rest[3:]) if save else (rest[:1], rest[1:])
         (
-            q_smem, k_smem, v_smem, G_smem, beta_smem, T_smem, scores_smem,
-            S_smem, r_smem, d_smem, faded_smem, o_smem, full_smem, barriers, held_barrier,
+            q_smem, k_smem, v_smem, G_smem, beta_smem, T_smem, scores_smem, barriers,
+            S_smem, r_smem, d_smem, faded_smem, o_smem, full_smem, held_barrier,
         ) = scratch  # fmt: skip
+        sources = q_gmem, k_gmem, v_gmem, G_gmem, beta_gmem, T_gmem, scores_gmem
+        targets = q_smem, k_smem, v_smem, G_smem, beta_smem, T_smem, scores_smem
         s, h, b = lax.axis_index("sequence"), lax.axis_index("head"), lax.axis_index("block")
         key_head = lax.div(h, jnp.int32(group))
         here = pl.ds(b * block, block)
@@ -241,15 +245,8 @@ def advance(
         where = (layer_gmem[0], slot_gmem[s])
 
         def fetch(i):
-            p, stage = start + i, lax.rem(i, jnp.int32(stages))
-            barrier = barriers.at[stage]
-            plgpu.copy_gmem_to_smem(q_gmem.at[p, key_head], q_smem.at[stage], barrier)
-            plgpu.copy_gmem_to_smem(k_gmem.at[p, key_head], k_smem.at[stage], barrier)
-            plgpu.copy_gmem_to_smem(v_gmem.at[p, h, :, here], v_smem.at[stage], barrier)
-            plgpu.copy_gmem_to_smem(G_gmem.at[p, h], G_smem.at[stage], barrier)
-            plgpu.copy_gmem_to_smem(beta_gmem.at[p, h], beta_smem.at[stage], barrier)
-            plgpu.copy_gmem_to_smem(T_gmem.at[p, h], T_smem.at[stage], barrier)
-            plgpu.copy_gmem_to_smem(scores_gmem.at[p, h], scores_smem.at[stage], barrier)
+            stage = lax.rem(i, jnp.int32(stages))
+            walk_fetch(sources, targets, barriers, start + i, key_head, h, here, stage)
 
         @pl.when(steps > 0)
         def _():
@@ -261,7 +258,7 @@ def advance(
                 plgpu.copy_gmem_to_smem(state_gmem.at[*where, h, :, here], full_smem, held_barrier)
                 plgpu.barrier_wait(held_barrier)
 
-            entry = plgpu.load(full_smem, layout=plgpu.Layout.WGMMA, optimized=False)
+            entry = plain(full_smem)
             entry = jnp.where(fresh_gmem[s] == 0, entry, 0.0)
 
             def chunk(i, S):
@@ -287,7 +284,7 @@ def advance(
                     @pl.when((i == 0) & (at > 0))
                     def _():
                         source = residual_gmem.at[*where, h, :, here]
-                        old = plgpu.load(source, layout=TILE, optimized=False)
+                        old = plain(source)
                         before = index((CHUNK, block), 0) < at
                         r_smem[...] = jnp.where(before, old, r_smem[...])
 
@@ -311,7 +308,7 @@ def advance(
 
                 _, new = two_products(
                     (scores_smem.at[stage], d_smem),
-                    (keys.transpose((1, 0)), faded_smem),
+                    (turned(keys), faded_smem),
                     write_output,
                 )
                 plgpu.commit_smem()
@@ -348,27 +345,19 @@ def advance(
     out = [_shape(v.shape)]
     if save:
         out += [_shape((pieces, value_heads, width, value_width)), _shape(v.shape)]
-    smem = plgpu.SMEM
     return plgpu.kernel(
         body,
         out_type=out,
         grid=(first.shape[0], value_heads, value_width // block),
         grid_names=("sequence", "head", "block"),
         scratch_types=[
-            operand(stages, CHUNK, width),
-            operand(stages, CHUNK, width),
-            operand(stages, CHUNK, block),
-            smem((stages, CHUNK), jnp.float32),
-            smem((stages, CHUNK), jnp.float32),
-            operand(stages, CHUNK, CHUNK),
-            operand(stages, CHUNK, CHUNK),
-            operand(width, block),
-            operand(CHUNK, block),
-            operand(CHUNK, block),
-            operand(CHUNK, block),
-            operand(CHUNK, block),
-            smem((width, block), jnp.float32),
-            plgpu.Barrier(num_arrivals=7, num_barriers=stages),
+            *walk_scratch(block, stages, width),
+            operand(width, block, tile=block),
+            operand(CHUNK, block, tile=block),
+            operand(CHUNK, block, tile=block),
+            operand(CHUNK, block, tile=block),
+            operand(CHUNK, block, tile=block),
+            plgpu.SMEM((width, block), jnp.float32),
             plgpu.Barrier(),
         ],
         compiler_params=PARAMS,

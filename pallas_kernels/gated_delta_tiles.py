@@ -11,25 +11,70 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 CHUNK = 64
-ROW = plgpu.Layout.WGMMA.reduce(1)
-COLUMN = plgpu.Layout.WGMMA.reduce(0)
+TILE = plgpu.Layout.WGMMA
+ROW = TILE.reduce(1)
+COLUMN = TILE.reduce(0)
 # Rows of T that are solved side by side, and terms that one step of their recurrence adds.
 GROUP = 4
 
-
 # Shared memory is synchronised where a kernel says so (`commit_smem`, `wait_smem_to_gmem`), not
-# around every store.
+# around every store. Sums run along a row, within a warp: they need no shared memory.
 PARAMS = plgpu.CompilerParams(
-    lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
+    lowering_semantics=plgpu.LoweringSemantics.Lane,
+    unsafe_no_auto_barriers=True,
+    reduction_scratch_bytes=0,
 )
 
 
-def operand(*shape: int, dtype=jnp.bfloat16):
-    """Shared memory [..., M, N] that tensor cores read: tiles of 8 rows, swizzled."""
-    width = min(shape[-1], 64)
+def operand(*shape: int, tile: int = 64, dtype=jnp.bfloat16):
+    """Shared memory [..., M, N] that tensor cores read: tiles of 8 rows and at most `tile` columns,
+    swizzled. The operands of a product have tiles of one width."""
+    width = min(shape[-1], tile)
     tiling = plgpu.TilingTransform((8, width))  # type: ignore[abstract]
     swizzle = plgpu.SwizzleTransform(2 * width)  # type: ignore[abstract]
     return plgpu.SMEM(shape, dtype, transforms=(tiling, swizzle))
+
+
+def part(i) -> slice:
+    """The i-th 64 columns, or rows, of a wider tile."""
+    return slice(64 * i, 64 * (i + 1))
+
+
+def turned(ref):
+    return ref.transpose((1, 0))
+
+
+def plain(ref, layout=TILE) -> jax.Array:
+    """What a reference holds that is not laid out for tensor cores."""
+    return plgpu.load(ref, layout=layout, optimized=False)
+
+
+def walk_sizes(columns: int) -> tuple[int, int]:
+    """(columns of V that a program of a walk over chunks owns, of `columns` in all; chunks that it
+    has in flight): narrow ones where few programs leave multiprocessors idle, since a step takes as
+    long as its products are wide."""
+    return (32, 3) if columns <= 66 * 64 else (64, 2)
+
+
+def walk_scratch(block: int, stages: int, width: int) -> list:
+    """Where a walk over chunks holds, by stage: q, k, `block` columns of what has a column for each
+    of V, G, beta, T and the scores; and the barriers that say so."""
+    by_row = plgpu.SMEM((stages, CHUNK), jnp.float32)
+    keys = operand(stages, CHUNK, width, tile=block)
+    square = operand(stages, CHUNK, CHUNK, tile=block)
+    values = operand(stages, CHUNK, block, tile=block)
+    barriers = plgpu.Barrier(num_arrivals=7, num_barriers=stages)
+    return [keys, keys, values, by_row, by_row, square, square, barriers]
+
+
+def walk_fetch(sources, targets, barriers, piece, key_head, head, columns, stage) -> None:
+    """Start the copies of a chunk; sources [pieces, heads, C, ...] and targets as in
+    `walk_scratch`."""
+    q, k, values, *rest = (source.at[piece] for source in sources)
+    here = [q.at[key_head], k.at[key_head], values.at[head, :, columns]]
+    here += [source.at[head] for source in rest]
+    for source, target in zip(here, targets, strict=True):
+        plgpu.copy_gmem_to_smem(source, target.at[stage], barriers.at[stage])
 
 
 def product(*pairs) -> jax.Array:
@@ -76,7 +121,13 @@ def columns(x: jax.Array, height: int) -> jax.Array:
 
 
 def index(shape: tuple[int, ...], dimension: int) -> jax.Array:
-    return plgpu.broadcasted_iota(jnp.int32, shape, dimension, layout=plgpu.Layout.WGMMA)
+    return plgpu.broadcasted_iota(jnp.int32, shape, dimension, layout=TILE)
+
+
+def decayed(G_row: jax.Array, G_column: jax.Array, row: jax.Array, column: jax.Array) -> jax.Array:
+    """exp(G_i - G_j) [C, C] for j <= i, 1 elsewhere; row, column: i and j."""
+    gap = rows(G_row, CHUNK) - columns(G_column, CHUNK)
+    return jnp.exp(jnp.where(row >= column, gap, 0.0))
 
 
 def unit(parts: list, epsilon: float, scale: float) -> tuple[list[jax.Array], jax.Array]:
