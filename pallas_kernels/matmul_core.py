@@ -361,8 +361,10 @@ def store_tile(
       epilogue: `epilogue(chunks, row, col)` makes the results of one chunk of the tiles; by default
         they are the tiles themselves.
 
-    Chunks go through shared memory to TMA, which drops what lies outside an out. The copies still
-    run on return: the next call, or the end of the kernel, waits for them.
+    Chunks go through shared memory to TMA, which drops rows and parts of a chunk that lie outside
+    an out. A chunk whose columns all do is not sent: in an out that is one chunk wide it would come
+    to lie on the first. The copies still run on return: the next call, or the end of the kernel,
+    waits for them.
     """
     rows, cols = accs[0].shape
     slots, *chunk = buffer.shape
@@ -392,6 +394,9 @@ def _copy_rows(slot, out_gmem, row, col, count) -> None:
     rows, cols = slot.shape
 
     def copy(first, size):
+        pl.when(col < out_gmem.shape[1])(functools.partial(send, first, size))
+
+    def send(first, size):
         plgpu.copy_smem_to_gmem(
             slot.at[pl.ds(first, size)],
             out_gmem.at[pl.ds(row + first, size), pl.ds(col, cols)],
