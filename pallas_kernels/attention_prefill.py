@@ -1,10 +1,10 @@
 """Attention of tiles of query rows over paged keys and values: prompts, pieces of prompts, training
 sequences.
 
-One thread block takes 64 tokens of two query heads that share a KV head (or 128 tokens of one
-head). Two warpgroups compute, one tile of 64 rows each, taking turns: while one multiplies on the
-tensor cores the other does its softmax. A third warpgroup feeds them pages through a ring of shared
-memory.
+A thread block takes one item after the other: 64 tokens of two query heads that share a KV head (or
+128 tokens of one head). Two warpgroups compute, one tile of 64 rows each, taking turns: while one
+multiplies on the tensor cores the other does its softmax. A third warpgroup feeds them pages
+through a ring of shared memory, those of the next item while this one's results are on their way.
 """
 
 import functools
@@ -41,6 +41,7 @@ PART = 64  # columns of a state that are folded at a time: two whole states woul
 # Columns of a partial tile that leave at a time. Twice as many would cost the second stage of the
 # ring at head dimension 256.
 TAIL = 64
+MULTIPROCESSORS = 132  # shared memory holds one thread block on each
 MANY = 1 << 30  # more blocks than a sequence can have
 
 
@@ -62,7 +63,8 @@ def _kernel(
     refs = list(rest)
     lse_out = refs.pop(0) if lse else None
     m_spill, mass_spill, acc_spill = (refs.pop(0) for _ in range(3)) if spill else (None,) * 3
-    q_smem, k_smem, v_smem, tail_smem, q_ready, k_ready, v_ready, k_free, v_free, turn = refs
+    q_smem, k_smem, v_smem, tail_smem, q_ready, q_free, *refs = refs
+    k_ready, v_ready, k_free, v_free, turn = refs
 
     heads, dim = q.shape[1:]
     page, kv_heads = k_pages.shape[1:3]
@@ -73,9 +75,22 @@ def _kernel(
     ring = k_smem.shape[0]
 
     wg = lax.axis_index("wg")
-    tile = lax.div(lax.axis_index("item"), units)
-    unit = lax.rem(lax.axis_index("item"), units)
-    kv_head = lax.div(unit * per_block, group)
+    stride, work = lax.axis_size("sm"), count[0] * units
+
+    def place(visit):
+        """Of this block in a round of all blocks. Rounds go to and fro: items come longest first,
+        and no block is to have the longest of every round.
+        """
+        at = lax.axis_index("sm")
+        return jnp.where(lax.rem(visit, 2) == 1, stride - 1 - at, at)
+
+    def item(visit):
+        """Tile and unit of heads."""
+        index = visit * stride + place(visit)
+        return lax.div(index, units), lax.rem(index, units)
+
+    rounds = lax.div(work, stride)
+    visits = rounds + (place(rounds) < lax.rem(work, stride)).astype(jnp.int32)
     slot = lambda j: lax.rem(j, ring)  # noqa: E731
 
     def swap_turns():
@@ -84,6 +99,11 @@ def _kernel(
 
     def compute():
         plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
+        lax.fori_loop(0, visits, attend, 0)
+        plgpu.wait_smem_to_gmem(0)
+
+    def attend(visit, done):
+        tile, unit = item(visit)
         head = unit * per_block + (wg if per_block == 2 else 0)
         first = 0 if per_block == 2 else wg * ROWS  # this warpgroup's first row of the tile
         row = tiles[tile, TILE_ROW] + first
@@ -95,18 +115,17 @@ def _kernel(
         open_blocks = lax.div(jnp.maximum(position + low + 1, 0), block)
 
         queries = q_smem.at[wg]
-        plgpu.copy_gmem_to_smem(q.at[pl.ds(row, ROWS), head], queries, q_ready.at[wg])
         plgpu.barrier_wait(q_ready.at[wg])
-        plgpu.barrier_wait(k_ready.at[0])
-        pl.when(wg == 1)(swap_turns)
+        plgpu.barrier_wait(k_ready.at[slot(done)])
 
         def step(j, state, masked: bool):
             m, mass, acc = state
+            here = slot(done + j)
             # always this warpgroup's queries; but were the index constant, the compiler would keep
             # the descriptors of all their columns in registers that the state needs
             again = q_smem.at[wg + lax.div(j, MANY)]
-            s = product(again, k_smem.at[slot(j)].transpose((1, 0)), then=swap_turns)
-            plgpu.barrier_arrive(k_free.at[slot(j)])
+            s = product(again, k_smem.at[here].transpose((1, 0)), then=swap_turns)
+            plgpu.barrier_arrive(k_free.at[here])
             if masked:
                 s = softmax.causal(s, position, j * block)
             m, shrink, p = softmax.weigh(m, s, scale, masked=masked)
@@ -115,27 +134,29 @@ def _kernel(
             mass = mass * shrink + p.sum(axis=1)
             acc, mass, m, p16 = lax.optimization_barrier((acc, mass, m, p16))
             plgpu.barrier_arrive(turn)
-            plgpu.barrier_wait(v_ready.at[slot(j)])
+            plgpu.barrier_wait(v_ready.at[here])
             plgpu.barrier_wait(turn)
             if masked:
                 pl.when((j + 1) * block > end)(
-                    functools.partial(clear_stale, v_smem.at[slot(j)], j * block, end)
+                    functools.partial(clear_stale, v_smem.at[here], j * block, end)
                 )
 
             def next_keys():
-                pl.when(j + 1 < blocks)(lambda: plgpu.barrier_wait(k_ready.at[slot(j + 1)]))
+                pl.when(j + 1 < blocks)(lambda: plgpu.barrier_wait(k_ready.at[slot(done + j + 1)]))
 
-            acc = accumulate(acc, p16, v_smem.at[slot(j)], then=next_keys)
-            plgpu.barrier_arrive(v_free.at[slot(j)])
+            acc = accumulate(acc, p16, v_smem.at[here], then=next_keys)
+            plgpu.barrier_arrive(v_free.at[here])
             return m, mass, acc
 
         def segment(index, _):
             begin = index * per_segment
             stop = jnp.minimum(begin + per_segment, blocks)
             middle = jnp.clip(open_blocks, begin, stop)
+            pl.when(wg == 1)(swap_turns)
             state = softmax.empty(dim)
             state = lax.fori_loop(begin, middle, functools.partial(step, masked=False), state)
             state = lax.fori_loop(middle, stop, functools.partial(step, masked=True), state)
+            pl.when(wg == 0)(swap_turns)
             if not spill:
                 return state
             state = lax.cond(index > 0, functools.partial(folded, state), lambda: state)
@@ -171,7 +192,6 @@ def _kernel(
             m, mass, acc = lax.fori_loop(0, segments, segment, softmax.empty(dim))
         else:
             m, mass, acc = segment(0, None)
-        pl.when(wg == 0)(swap_turns)
 
         if lse:
             lse_out[tile, head, pl.ds(first, ROWS)] = softmax.log_sum_exp(m, mass)
@@ -182,41 +202,52 @@ def _kernel(
             queries[...] = result
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(queries, out.at[pl.ds(row, ROWS), head])
-            plgpu.wait_smem_to_gmem(0)
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
         @pl.when((low > 0) | (high < ROWS))
         def _():
             store_rows(result, tail_smem.at[wg], out, row, head, low, high)
 
+        plgpu.barrier_arrive(q_free.at[wg])
+        return done + blocks
+
     def feed():
         plgpu.set_max_registers(FEED_REGISTERS, action="decrease")
-        seq, blocks = tiles[tile, TILE_SEQ], tiles[tile, TILE_BLOCKS]
+        total = lax.fori_loop(0, visits, load, 0)
+        drain(k_free, total)
+        drain(v_free, total)
+        for i in range(2):
+            pl.when(visits > 0)(lambda i=i: plgpu.barrier_wait(q_free.at[i]))
 
-        def load(j, _):
-            @pl.when(j >= ring)
-            def _():
-                plgpu.barrier_wait(k_free.at[slot(j)])
+    def load(visit, done):
+        tile, unit = item(visit)
+        seq, blocks, row = (tiles[tile, c] for c in (TILE_SEQ, TILE_BLOCKS, TILE_ROW))
+        kv_head = lax.div(unit * per_block, group)
 
-            load_block(
-                k_pages, table, seq, kv_head, j, k_smem.at[slot(j)], k_ready.at[slot(j)], page=page
-            )
+        def queries():
+            for i in range(2):
+                pl.when(visit > 0)(lambda i=i: plgpu.barrier_wait(q_free.at[i]))
+                head, first = (unit * 2 + i, 0) if per_block == 2 else (unit, i * ROWS)
+                source = q.at[pl.ds(row + first, ROWS), head]
+                plgpu.copy_gmem_to_smem(source, q_smem.at[i], q_ready.at[i])
 
-            @pl.when(j >= ring)
-            def _():
-                plgpu.barrier_wait(v_free.at[slot(j)])
+        def keys(j, _):
+            here = slot(done + j)
+            for pages, target, ready, free in (
+                (k_pages, k_smem, k_ready, k_free),
+                (v_pages, v_smem, v_ready, v_free),
+            ):
+                pl.when(done + j >= ring)(lambda free=free: plgpu.barrier_wait(free.at[here]))
+                load_block(
+                    pages, table, seq, kv_head, j, target.at[here], ready.at[here], page=page
+                )
+            pl.when(j == 0)(queries)  # the ones before are in use for longer than keys are
 
-            load_block(
-                v_pages, table, seq, kv_head, j, v_smem.at[slot(j)], v_ready.at[slot(j)], page=page
-            )
+        lax.fori_loop(0, blocks, keys, None)
+        return done + blocks
 
-        lax.fori_loop(0, blocks, load, None)
-        drain(k_free, blocks)
-        drain(v_free, blocks)
-
-    @pl.when(tile < count[0])
-    def _():
-        pl.when(wg < 2)(compute)
-        pl.when(wg == 2)(feed)
+    pl.when(wg < 2)(compute)
+    pl.when(wg == 2)(feed)
 
 
 def store_rows(x, staging, out, row, head, low, high) -> None:
@@ -302,8 +333,8 @@ def prefill(
             spill=spill,
         ),
         out_type=outs,
-        grid=(tiles * units,),
-        grid_names=("item",),
+        grid=(min(MULTIPROCESSORS, tiles * units),),
+        grid_names=("sm",),
         num_threads=3,
         thread_name="wg",
         scratch_types=[
@@ -311,6 +342,7 @@ def prefill(
             operand((ring, block, dim)),
             operand((ring, block, dim)),
             plgpu.SMEM((2, ROWS, TAIL), q.dtype),
+            plgpu.Barrier(num_barriers=2),
             plgpu.Barrier(num_barriers=2),
             plgpu.Barrier(num_arrivals=arrivals, num_barriers=ring),
             plgpu.Barrier(num_arrivals=arrivals, num_barriers=ring),

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import isojax  # noqa: F401  (sets XLA flags)
-from pallas_kernels import attention
+from pallas_kernels import attention, attention_prefill
 from tests.kernels import interpreted
 
 gpu = pytest.mark.gpu
@@ -124,7 +124,8 @@ def check_rows(world, entries, q, out, sums=None):
         (Heads(2, 2, 64), [(3, 66, 0), (70, 30, 90)], {"block": 128, "segment": 128}),
     ],
 )
-def test_tiles(heads, entries, options):
+def test_tiles(heads, entries, options, monkeypatch):
+    monkeypatch.setattr(attention_prefill, "MULTIPROCESSORS", 2)  # several items a thread block
     rng = np.random.default_rng(0)
     world = World.create(rng, heads, [n + c for _, n, c in entries])
     q, out, sums = attend(world, rng, 104, entries, decode=False, lse=True, **options)
