@@ -131,11 +131,15 @@ def _kernel(
             m, shrink, p = softmax.weigh(m, s, scale, masked=masked)
             acc *= softmax.rows_of(shrink, acc.shape)
             p16 = p.astype(q.dtype)
-            mass = mass * shrink + p.sum(axis=1)
-            acc, mass, m, p16 = lax.optimization_barrier((acc, mass, m, p16))
+            # a wide head's row sum waits: the other warpgroup's turn begins the sooner
+            if dim <= 128:
+                mass = mass * shrink + p.sum(axis=1)
+                acc, mass, m, p16 = lax.optimization_barrier((acc, mass, m, p16))
             plgpu.barrier_arrive(turn)
             plgpu.barrier_wait(v_ready.at[here])
             plgpu.barrier_wait(turn)
+            if dim > 128:
+                mass = mass * shrink + p.sum(axis=1)
             if masked:
                 pl.when((j + 1) * block > end)(
                     functools.partial(clear_stale, v_smem.at[here], j * block, end)
