@@ -204,8 +204,9 @@ def _linear_logprob_backward(static, saved, cotangents):
     gradients = kernels.Gradients(lse, full, (threshold, lse_kept, kept))
     if policy.evaluation == "mosaic":
         shard = _shard(values.shape[1], policy, layout)
+        own = targets - _first(shard, layout)
         dx, dw = kernel.call(
-            linear_logprob_backward, rows, values, targets - _first(shard, layout), inverse, gradients,
+            linear_logprob_backward, rows, values, own, inverse, gradients,
             leaves=shard.leaves, batch_leaves=row_leaves(policy, layout),
         )  # fmt: skip
     else:
