@@ -77,7 +77,7 @@ def matmul(
         tuple(core.whole_lines(core.whole_leaves(x, axis, leaves)) for x in xs)
         for xs, axis in ((lhs, int(not transpose_a)), (rhs, int(transpose_b)))
     )
-    padded_m, padded_n = core.whole_rows(m), n + -n % 8
+    padded_m, padded_n = core.whole_rows(m), core.whole_cols(n)
     transpose_lhs, transpose_rhs = transpose_a, transpose_b
     rows, cols = padded_m, padded_n
     if tile.swap:

@@ -264,13 +264,18 @@ def whole_rows(rows: int) -> int:
     return rows if rows < 8 else rows + -rows % 8
 
 
+def whole_cols(cols: int) -> int:
+    """`cols` up to what a swizzled array may have: a multiple of 8 in one line, else whole lines."""
+    return cols + -cols % (8 if cols <= 32 else 64)
+
+
 def whole_lines(x: jax.Array) -> jax.Array:
-    """`x` [rows, cols] padded with zeros as TMA needs it: 16-byte strides and whole groups of rows.
+    """`x` [rows, cols] padded with zeros as TMA needs it: whole lines and whole groups of rows.
 
     What a tile reads outside the array TMA fills with zeros itself. Zero products change no sum.
     """
     rows, cols = x.shape
-    extra = ((0, whole_rows(rows) - rows), (0, -cols % 8))
+    extra = ((0, whole_rows(rows) - rows), (0, whole_cols(cols) - cols))
     return jnp.pad(x, extra) if any(after for _, after in extra) else x
 
 

@@ -70,7 +70,7 @@ def test_experts():
 
 
 def test_logprobs():
-    v = 528  # leaves of 264: a second block of 8
+    v = 640  # leaves of 320: a second block of 64
     x, head = normal(0, T, 64), normal(1, 64, v)
     random = np.random.default_rng(2)
     targets = jnp.asarray(random.integers(0, v, T), I32)

@@ -12,7 +12,7 @@ def _compiled(kernel: Callable[..., Any], options: tuple[tuple[str, Any], ...]) 
     return jax.jit(functools.partial(kernel, **dict(options)))
 
 
-def call(kernel: Callable[..., Any], *arrays: jax.Array, **options: Any) -> Any:
+def call(kernel: Callable[..., Any], *arrays: Any, **options: Any) -> Any:
     """kernel(*arrays, **options), the options static and hashable.
 
     Raises:

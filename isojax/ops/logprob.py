@@ -44,6 +44,9 @@ from pallas_kernels.linear_logprob import Logprobs
 from pallas_kernels.linear_logprob_backward import linear_logprob_backward
 
 
+_LINE = 64  # columns of the head that lie side by side in a kernel's shared memory
+
+
 class Statistics(NamedTuple):
     """Log-sum-exp in the making, float32 [..., T]: maximum, sum of exp, the same over the kept set,
     and the target's scaled logit (-inf until met).
@@ -106,12 +109,21 @@ class _Shard(NamedTuple):
 
 
 def _shard(size: int, policy: Policy, layout: Layout) -> _Shard:
-    if policy.evaluation == "mosaic" and policy.vocab_block != kernels.BLOCK:
-        raise ValueError(
-            f"the Hopper evaluation reduces blocks of {kernels.BLOCK} logits: set "
-            f"policy.vocab_block to that, not {policy.vocab_block}"
-        )
-    leaves = local_leaves(size * layout.model, policy.vocab_leaves, layout.model, "vocabulary")
+    """How `size` columns of this rank are cut.
+
+    Raises:
+      ValueError: if ranks do not divide the leaves, or the kernels do not take the sizes.
+    """
+    whole, unit = size * layout.model, 1
+    if policy.evaluation == "mosaic":
+        unit = _LINE
+        if policy.vocab_block != kernels.BLOCK or whole % _LINE:
+            raise ValueError(
+                f"the Hopper evaluation reduces blocks of {kernels.BLOCK} logits and cuts the "
+                f"vocabulary into leaves of whole {_LINE}s: policy.vocab_block is "
+                f"{policy.vocab_block}, the vocabulary {whole}"
+            )
+    leaves = local_leaves(whole // unit, policy.vocab_leaves, layout.model, "vocabulary")
     leaf = size // leaves
     block = min(policy.vocab_block, leaf)
     return _Shard(size, leaves, leaf, block, -(-leaf // block))

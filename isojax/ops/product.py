@@ -8,6 +8,9 @@ pairs join in order. Mosaic: a leaf is one float32 sum in the tensor cores, up t
 Rounding: float32 sums of operands in the compute dtype, rounded once where `dtype` is narrower.
 """
 
+import functools
+import operator
+
 import jax
 import jax.numpy as jnp
 
@@ -42,9 +45,8 @@ def product(
             leaves=leaves, transpose_a=transpose_a, transpose_b=transpose_b, out_dtype=dtype,
         )  # fmt: skip
     lhs, rhs = (a, b) if isinstance(a, tuple) else ((a,), (b,))
-    total = None
-    for x, y in zip(lhs, rhs, strict=True):
-        x, y = x.T if transpose_a else x, y.T if transpose_b else y
-        part = leaf_dots(x, y, leaves, policy.dot_width)
-        total = part if total is None else total + part
-    return pair_sum(total).astype(dtype)
+    parts = (
+        leaf_dots(x.T if transpose_a else x, y.T if transpose_b else y, leaves, policy.dot_width)
+        for x, y in zip(lhs, rhs, strict=True)
+    )
+    return pair_sum(functools.reduce(operator.add, parts)).astype(dtype)
