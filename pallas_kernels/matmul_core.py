@@ -265,7 +265,7 @@ def whole_rows(rows: int) -> int:
 
 
 def whole_cols(cols: int) -> int:
-    """`cols` up to what a swizzled array may have: a multiple of 8 in one line, else whole lines."""
+    """`cols` up to what a swizzled array may have: a multiple of 8 in one line, or whole lines."""
     return cols + -cols % (8 if cols <= 32 else 64)
 
 

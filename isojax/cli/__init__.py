@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from isojax import __version__
 from isojax.arguments import Parser
-from isojax.cli import export, generate, score
+from isojax.cli import export, generate, plan, score
 from isojax.contract import command as contract
 from isojax.contract import selfcheck as verify
 
@@ -15,6 +15,7 @@ COMMANDS = {
     "score": score,
     "generate": generate,
     "export": export,
+    "plan": plan,
     "contract": contract,
     "verify": verify,
 }

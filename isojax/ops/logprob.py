@@ -43,7 +43,6 @@ from pallas_kernels import linear_logprob as kernels
 from pallas_kernels.linear_logprob import Logprobs
 from pallas_kernels.linear_logprob_backward import linear_logprob_backward
 
-
 _LINE = 64  # columns of the head that lie side by side in a kernel's shared memory
 
 
