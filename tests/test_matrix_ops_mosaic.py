@@ -16,7 +16,7 @@ from isojax.ops.logprob import linear_logprob, logits_logprob, scaled_logits
 from tests.kernels import BF16, F32, I32, error, f64, interpreted, normal
 
 ONE = Layout()
-SMALL = {"leaves": 2, "batch_leaves": 2, "vocab_leaves": 2, "vocab_block": 256}
+SMALL = {"leaves": 2, "batch_leaves": 2, "vocab_leaves": 2}
 REFERENCE, MOSAIC = Policy(**SMALL), Policy(evaluation="mosaic", **SMALL)
 T = 12
 
@@ -91,15 +91,15 @@ def test_logprobs():
         assert error(got, f64(want[:3])) < 1e-5
 
 
-def test_the_block_of_logits_is_the_kernels():
-    with pytest.raises(ValueError, match="vocab_block"):
-        logits_logprob(
-            jnp.zeros((1, 512)), jnp.zeros(1, I32), jnp.zeros(1), policy=Policy(evaluation="mosaic")
-        )
+@pytest.mark.parametrize(("changed", "vocabulary"), [({"vocab_block": 512}, 512), ({}, 520)])
+def test_what_the_kernels_ask_of_the_vocabulary(changed, vocabulary):
+    policy = Policy(evaluation="mosaic", **changed)
+    with pytest.raises(ValueError, match="vocabulary"):
+        logits_logprob(jnp.zeros((1, vocabulary)), jnp.zeros(1, I32), jnp.zeros(1), policy=policy)
 
 
 H, TOKENS, VOCABULARY = 2048, 10240, 248320
-FULL = Policy(evaluation="mosaic", vocab_block=256)
+FULL = Policy(evaluation="mosaic")
 FULL_OPTIONS = {"policy": FULL, "layout": ONE}
 
 
