@@ -55,6 +55,14 @@ def small(tmp_path_factory):
     return folder
 
 
+def test_kernels_need_a_gpu(small, tmp_path, capsys):
+    source = tmp_path / "in.jsonl"
+    source.touch()
+    files = ["--checkpoint", small, "--input", source, "--output", tmp_path / "out.jsonl"]
+    assert main(["score", *map(str, files), "--evaluation", "mosaic"]) == 2
+    assert "Hopper" in capsys.readouterr().err
+
+
 def call(command, checkpoint, lines, folder, *options):
     """Exit status, and the objects that the command writes."""
     source, target = folder / "in.jsonl", folder / "out.jsonl"

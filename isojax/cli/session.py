@@ -15,6 +15,7 @@ from isojax.models import hf
 from isojax.models.config import ModelConfig
 from isojax.models.params import Params
 from isojax.numerics.policy import DTypeName, Policy
+from isojax.ops.kernel import check_device
 from isojax.tokenizer import Tokenizer
 
 
@@ -30,6 +31,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=("float32", "bfloat16"),
         help="precision of weights and activations (default: float32 if the checkpoint's dtype "
         "is float32, else bfloat16)",
+    )
+    parser.add_argument(
+        "--evaluation",
+        choices=("reference", "mosaic"),
+        default="reference",
+        help="plain jax on any device (default), or kernels for NVIDIA Hopper GPUs: other bits",
     )
     parser.add_argument(
         "--mesh",
@@ -64,7 +71,8 @@ class Session:
             raise ValueError(f"--output {args.output} is in no folder that exists")
         folder, layout = args.checkpoint, args.mesh
         provide_devices(layout)
-        policy = Policy(compute_dtype=args.dtype or _stored_dtype(folder))
+        policy = Policy(args.evaluation, args.dtype or _stored_dtype(folder))
+        check_device(policy)
         mesh = layout.mesh()
         config, params = hf.load(folder, mesh, layout, policy)
         tokenizer = Tokenizer(folder) if (folder / "tokenizer.json").is_file() else None

@@ -6,6 +6,8 @@ from typing import Any
 
 import jax
 
+from isojax.numerics.policy import Policy
+
 
 @functools.cache
 def _compiled(kernel: Callable[..., Any], options: tuple[tuple[str, Any], ...]) -> Any:
@@ -24,3 +26,16 @@ def call(kernel: Callable[..., Any], *arrays: Any, **options: Any) -> Any:
         raise ValueError(
             f'{kernel.__name__}: {error}; policy.evaluation = "reference" evaluates such shapes'
         ) from error
+
+
+def check_device(policy: Policy) -> None:
+    """The kernels that a policy installs can run here.
+
+    Raises:
+      ValueError: if there is no GPU for them.
+    """
+    if policy.evaluation == "mosaic" and jax.default_backend() != "gpu":
+        raise ValueError(
+            'policy.evaluation = "mosaic" needs NVIDIA Hopper GPUs, and jax sees none; '
+            '"reference" evaluates on any device'
+        )

@@ -26,6 +26,7 @@ from isojax.contract.enforce import check_resume, check_rollout
 from isojax.extras import check_extras
 from isojax.models import hf
 from isojax.models.init import init_params
+from isojax.ops.kernel import check_device
 from isojax.report.report import Report, progress
 from isojax.rl import dapo
 from isojax.rl.data import prompt_stream
@@ -122,6 +123,7 @@ class Run:
             )
         self.rewards = rewards_of(config.data)
         self.stream = prompt_stream(config.data, self.tokenizer, config.seed)
+        check_device(config.policy)
         claims.check_mesh(self.model, config.policy, config.mesh)
         self.mesh = config.mesh.mesh()
         distributed.check_mesh(self.mesh)
