@@ -132,7 +132,12 @@ CASES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", CASES)
+LONG = ("experts", "logprob")  # the committed contract of the 35B model lowers them too
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(c, marks=pytest.mark.slow if c in LONG else ()) for c in CASES]
+)
 def test_lowers_at_the_35b_shapes(case):
     function, inputs, weights = CASES[case]
 
