@@ -23,7 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -216,11 +216,21 @@ class Clock:
         return max(self._end - time.monotonic(), 0.0)
 
 
-def start(arguments: Sequence[str], clock: Clock, rehearse: bool) -> dict[str, Any]:
-    """Run this file's worker -> its result, or {"failed": why}."""
+def start(
+    command: Sequence[str],
+    log: Path,
+    clock: Clock,
+    rehearse: bool,
+    enough: Callable[[], bool] = lambda: False,
+) -> dict[str, Any]:
+    """Run a command of this repository -> the RESULT it printed, or {"failed": why, "log": end}.
+
+    enough: asked every second; the command is ended once it says so.
+    """
     environment = dict(os.environ, PYTHONPATH=os.pathsep.join([str(ROOT), *sys.path[1:]]))
     environment.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     environment.setdefault("NCCL_NVLS_ENABLE", "0")
+    environment.setdefault("JAX_LOG_COMPILES", "1")  # the log then says where time went
     if rehearse:
         environment["JAX_PLATFORMS"] = "cpu"
         flags = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=1"
@@ -228,20 +238,23 @@ def start(arguments: Sequence[str], clock: Clock, rehearse: bool) -> dict[str, A
     else:  # what one part has compiled the next finds
         cache = str(Path(tempfile.gettempdir()) / "multi_gpu_check_cache")
         environment.setdefault("JAX_COMPILATION_CACHE_DIR", cache)
-    command = [sys.executable, __file__, *arguments]
     begin = time.monotonic()
-    try:
-        done = subprocess.run(
-            command, cwd=ROOT, env=environment, capture_output=True, text=True,
-            timeout=max(clock.left(), 1),
+    with log.open("w", encoding="utf-8") as file:
+        process = subprocess.Popen(
+            [sys.executable, *command], cwd=ROOT, env=environment,
+            stdout=file, stderr=subprocess.STDOUT,
         )  # fmt: skip
-    except subprocess.TimeoutExpired:
-        return {"failed": "out of time"}
-    for line in done.stdout.splitlines():
+        while process.poll() is None and clock.left() and not enough():
+            time.sleep(1)
+        why = "ended" if process.returncode is None else f"exit status {process.returncode}"
+        process.kill()
+        process.wait()
+    said = log.read_text(encoding="utf-8", errors="replace")
+    for line in said.splitlines():
         if line.startswith("RESULT "):
             return json.loads(line[7:]) | {"seconds": round(time.monotonic() - begin, 1)}
-    said = (done.stderr.strip() or done.stdout.strip()).splitlines()
-    return {"failed": f"exit status {done.returncode}: {' | '.join(said[-3:])[-600:]}"}
+    errors = [line for line in said.splitlines() if "Error" in line or "ERROR" in line]
+    return {"failed": f"{why}: {(errors or ['no error in the log'])[0][:300]}", "log": said[-4000:]}
 
 
 def differences(result: dict[str, Any], alone: dict[str, Any]) -> list[str]:
@@ -296,22 +309,21 @@ def full_size(folder: Path, clock: Clock) -> dict[str, Any]:
         "--algorithm.prompts-per-step", "8", "--trainer.minibatch-prompts", "8",
         "--algorithm.samples-per-prompt", "16", "--algorithm.overlong-buffer", "0",
         "--algorithm.dynamic-sampling", "false", "--trainer.checkpoint-every", "0",
+        "--report.tensorboard", "false",
     ]  # fmt: skip
-    environment = dict(os.environ, PYTHONPATH=os.pathsep.join([str(ROOT), *sys.path[1:]]))
-    environment.setdefault("NCCL_NVLS_ENABLE", "0")
-    command = [sys.executable, str(ROOT / "experiments" / "dapo_qwen.py"), *arguments]
-    try:
-        done = subprocess.run(
-            command, cwd=ROOT, env=environment, capture_output=True, text=True,
-            timeout=max(clock.left(), 1),
-        )  # fmt: skip
-        said = done.stderr.strip().splitlines()
-        why = f"exit status {done.returncode}: {' | '.join(said[-3:])[-600:]}"
-    except subprocess.TimeoutExpired:
-        why = "out of time"
     file = folder / "runs" / "full" / "metrics.jsonl"
-    steps = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
-    return {"metrics": steps} | ({} if len(steps) == STEPS else {"failed": why})
+
+    def steps() -> list[dict[str, Any]]:
+        lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
+        return [json.loads(line) for line in lines]
+
+    # its last checkpoint, 12 bytes a parameter, would take the rest of the time
+    def done() -> bool:
+        return len(steps()) == STEPS
+
+    job = str(ROOT / "experiments" / "dapo_qwen.py")
+    ended = start([job, *arguments], folder / "full.log", clock, rehearse=False, enough=done)
+    return {"metrics": steps()} | ({} if done() else ended)
 
 
 def main() -> int:
@@ -342,8 +354,10 @@ def main() -> int:
         write_prompts(folder / "prompts.jsonl")
 
         def one(mesh: str, name: str = "", *more: str) -> dict[str, Any]:
-            where = ["--work", mesh, "--name", name or mesh, "--folder", str(folder)]
-            return start([*where, *options, *more], clock, args.rehearse)
+            name = name or mesh
+            command = [__file__, "--work", mesh, "--name", name, "--folder", str(folder)]
+            log = folder / f"{name}.log"
+            return start([*command, *options, *more], log, clock, args.rehearse)
 
         if "bits" in args.parts:
             with ThreadPoolExecutor(AT_ONCE) as pool:
