@@ -13,6 +13,7 @@ from isojax.config import (
     TrainerConfig,
 )
 from isojax.models.config import ModelConfig
+from isojax.numerics.policy import Policy
 
 DENSE = ModelConfig(
     model_type="qwen3", num_layers=2, vocab_size=96, hidden_size=32, num_attention_heads=4,
@@ -38,7 +39,7 @@ def run_config(model: ModelConfig, **changed) -> RunConfig:
     return dataclasses.replace(config, **changed)
 
 
-def swiglu_that_counts_rows(gate: jax.Array, up: jax.Array) -> jax.Array:
+def swiglu_that_counts_rows(gate: jax.Array, up: jax.Array, *, policy: Policy) -> jax.Array:
     """A planted fault: the op `swiglu`, with another rounding where there are few rows."""
 
     def iso_swiglu(gate, up):
@@ -50,7 +51,7 @@ def swiglu_that_counts_rows(gate: jax.Array, up: jax.Array) -> jax.Array:
     return jax.jit(iso_swiglu)(gate, up)
 
 
-def swiglu_that_sees_gradients(gate: jax.Array, up: jax.Array) -> jax.Array:
+def swiglu_that_sees_gradients(gate: jax.Array, up: jax.Array, *, policy: Policy) -> jax.Array:
     """A planted fault: the op `swiglu`, with another rounding where a gradient is asked for."""
 
     @jax.custom_vjp

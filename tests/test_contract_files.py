@@ -39,7 +39,7 @@ def contract(policy: Policy = POLICY, **changed) -> Contract:
 
 OTHER = {
     "evaluation": "mosaic", "compute_dtype": "float32", "leaves": 4, "dot_width": 8, "chunk": 128,
-    "kv_block": 32, "kv_segment": 2048, "vocab_leaves": 4, "vocab_block": 256, "batch_leaves": 4,
+    "kv_block": 32, "kv_segment": 2048, "vocab_leaves": 4, "vocab_block": 512, "batch_leaves": 4,
     "context_leaves": 2, "l2_epsilon": 1.0000000000000002e-6, "delta_dtype": "float32",
 }  # fmt: skip
 

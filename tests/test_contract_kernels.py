@@ -109,10 +109,10 @@ def swiglu_kernel(tile, scale=1.0):
 
     run.defvjp(lambda a, b: (run(a, b), (a, b)), lambda saved, d: (d * saved[1], d * saved[0]))
 
-    def iso_swiglu(gate, up):
+    def iso_swiglu(gate, up, *, policy):
         return run(gate, up)
 
-    return jax.jit(iso_swiglu)
+    return jax.jit(iso_swiglu, static_argnames="policy")
 
 
 def test_kernels_are_in_the_numerical_identity_and_their_tiles_are_not(monkeypatch):

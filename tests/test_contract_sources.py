@@ -140,6 +140,7 @@ def here():
 # of the modules that compute, what is in no program
 NOT_COMPUTED = {
     "isojax.models.params.shapes",  # of weights, without any
+    "isojax.ops.kernel.check_device",  # whether there is a GPU
     "isojax.ops.op.is_op",
     "isojax.trainer.score.Agreement",
     "isojax.trainer.score.compare",

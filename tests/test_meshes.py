@@ -62,7 +62,6 @@ SLOW = pytest.mark.slow
 FAST_CASES = [
     ("dense", "1x8"),
     ("dense", "2x4+sequence"),
-    ("moe", "4x2"),
     ("hybrid_moe", "2x2+context2+sequence"),
 ]
 MESHES = (
