@@ -23,7 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -274,27 +274,28 @@ def seconds_a_step(result: dict[str, Any]) -> dict[str, float]:
     return {p: round(sum(s[f"time_{p}_s"] for s in steps) / len(steps), 3) for p in parts}
 
 
-def table_of_bits(results: dict[str, dict]) -> Iterator[str]:
-    yield f"{'mesh':22} {'as 1x1':8} {'logp_diff_max':>14} {'peak GiB':>9} {'process s':>10}"
-    for mesh, r in results.items():
-        if "failed" in r:
-            yield f"{mesh:22} failed: {r['failed']}"
-            continue
-        worst = max(step["logp_diff_max"] for step in r["metrics"])
-        same = "yes" if not r["differences"] else "NO"
-        peak = r["peak_bytes"] / 2**30
-        yield f"{mesh:22} {same:8} {worst:14} {peak:9.1f} {r['seconds']:10}"
-        yield from (f"    {line}" for line in r["differences"][:6])
+BITS = f"{'mesh':22} {'as 1x1':8} {'logp_diff_max':>14} {'peak GiB':>9} {'process s':>10}"
+COST = f"{'mesh':22} {'generate':>9} {'score':>9} {'train':>9}   seconds a step"
 
 
-def table_of_cost(results: dict[str, dict]) -> Iterator[str]:
-    yield f"{'mesh':22} {'':6} {'generate':>9} {'score':>9} {'train':>9}   seconds a step"
+def bits_of(r: dict[str, Any]) -> str:
+    """A line under `BITS`, and what differs below it."""
+    worst = max(step["logp_diff_max"] for step in r["metrics"])
+    same = "yes" if not r["differences"] else "NO"
+    line = f"{same:8} {worst:14} {r['peak_bytes'] / 2**30:9.1f} {r['seconds']:10}"
+    return "\n    ".join([line, *r["differences"][:6]])
+
+
+def cost_of(r: dict[str, Any]) -> str:
+    """A line under `COST`."""
+    return " ".join(f"{seconds:9}" for seconds in seconds_a_step(r).values())
+
+
+def show(heading: str, line: Callable[[dict[str, Any]], str], results: dict[str, dict]) -> None:
+    """Print a table; a result that failed says why."""
+    print(heading)
     for name, r in results.items():
-        if "failed" in r:
-            yield f"{name:29} failed: {r['failed']}"
-            continue
-        s = seconds_a_step(r)
-        yield f"{name:29} {s['generate']:9} {s['score']:9} {s['train']:9}"
+        print(f"{name:22}", f"failed: {r['failed']}" if "failed" in r else line(r), flush=True)
 
 
 def full_size(folder: Path, clock: Clock) -> dict[str, Any]:
@@ -369,14 +370,14 @@ def main() -> int:
                         differences(r, alone) if "failed" not in alone else ["nothing to compare"]
                     )
             result["bits"] = bits
-            print("\n".join(table_of_bits(bits)), flush=True)
+            show(BITS, bits_of, bits)
         if "cost" in args.parts:
             cost = {}
             for mesh in dict.fromkeys([f"{devices}x1", f"1x{devices}"]):
                 cost[f"{mesh} exact"] = one(mesh, f"{mesh}-alone")
                 cost[f"{mesh} plain"] = one(mesh, f"{mesh}-plain", "--plain")
             result["cost"] = cost
-            print("\n".join(table_of_cost(cost)), flush=True)
+            show(COST, cost_of, cost)
         if "full" in args.parts and devices >= 8 and not args.rehearse:
             result["full"] = full_size(folder, clock)
             print(json.dumps(result["full"], indent=1), flush=True)
