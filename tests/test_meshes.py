@@ -77,6 +77,21 @@ CASES = [
 ]
 
 
+def examples_of(requests, done, advantages) -> list[Example]:
+    """What is scored and trained on, of sampled groups; advantages [requests, samples]."""
+    return [
+        Example(
+            tokens=np.asarray([*request.prompt_ids, *completion.token_ids], np.int32),
+            prompt_length=len(request.prompt_ids),
+            inverse_temperature=inverse_temperature(request.temperature),
+            advantage=float(advantage),
+            threshold=completion.thresholds,
+        )
+        for request, group, row in zip(requests, done, advantages, strict=True)
+        for completion, advantage in zip(group, row, strict=True)
+    ]
+
+
 class Life:
     """What a run does, without its files: sample, score, train, and again with the new weights."""
 
@@ -113,17 +128,7 @@ class Life:
         done = self.engine.generate(requests)
         rewards = np.asarray([[c.token_ids.sum() % 5 for c in group] for group in done])
         advantages = group_advantages(rewards)
-        examples = [
-            Example(
-                tokens=np.asarray([*request.prompt_ids, *completion.token_ids], np.int32),
-                prompt_length=len(request.prompt_ids),
-                inverse_temperature=inverse_temperature(request.temperature),
-                advantage=float(advantage),
-                threshold=completion.thresholds,
-            )
-            for request, group, row in zip(requests, done, advantages, strict=True)
-            for completion, advantage in zip(group, row, strict=True)
-        ]
+        examples = examples_of(requests, done, advantages)
         scored = self.scorer(self.state.params, examples)
         examples = [
             dataclasses.replace(e, old_logp=s.kept) for e, s in zip(examples, scored, strict=True)

@@ -12,12 +12,12 @@ from isojax.mesh import Layout
 from isojax.models.init import init_params
 from isojax.sampler.config import EngineConfig
 from isojax.sampler.engine import Engine
-from isojax.sampler.request import Request, inverse_temperature
+from isojax.sampler.request import Request
 from isojax.trainer.loss import PolicyLoss
 from isojax.trainer.optimizer import AdamW, Schedule
-from isojax.trainer.packing import Example
 from isojax.trainer.score import Scorer
 from isojax.trainer.step import Trainer
+from tests.test_meshes import examples_of
 from tests.util import bits
 
 CONFIG = Path(__file__).parents[1] / "configs" / "multi_gpu_check.toml"
@@ -52,17 +52,8 @@ def test_rollout_score_and_gradient_have_the_same_bits():
             for length, top_p in PROMPTS
         ]  # fmt: skip
         done = engine.generate(requests)
-        examples = [
-            Example(
-                tokens=np.asarray([*request.prompt_ids, *completion.token_ids], np.int32),
-                prompt_length=len(request.prompt_ids),
-                inverse_temperature=inverse_temperature(request.temperature),
-                advantage=float(len(completion.token_ids) % 5 - 2),
-                threshold=completion.thresholds,
-            )
-            for request, group in zip(requests, done, strict=True)
-            for completion in group
-        ]
+        advantages = [[len(c.token_ids) % 5 - 2 for c in group] for group in done]
+        examples = examples_of(requests, done, advantages)
         scored = scorer(state.params, examples)
         again = trainer.logprobs(state.params, examples, PolicyLoss())
         sampled = [completion for group in done for completion in group]
