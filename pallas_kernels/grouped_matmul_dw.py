@@ -93,11 +93,11 @@ def grouped_matmul_dw(
             core.producer_registers(tile.warpgroups)
 
             def load(group, row, col, step):
-                for leaf in range(leaves):
+                def load_leaf(leaf, step):
                     segment = group * leaves + leaf
                     start = pl.multiple_of(starts_gmem[segment], ROW_ALIGNMENT)
 
-                    def issue(i, slot, barrier, start=start):
+                    def issue(i, slot, barrier):
                         span = pl.ds(start + i * core.TILE_K, core.TILE_K)
                         plgpu.copy_gmem_to_smem(
                             x_gmem.at[span, pl.ds(row, cta_rows)], smem["lhs"].at[slot], barrier
@@ -106,8 +106,9 @@ def grouped_matmul_dw(
                             dy_gmem.at[span, pl.ds(col, tile.cols)], smem["rhs"].at[slot], barrier
                         )
 
-                    step = ring.produce(step, blocks(sizes_gmem[segment]), issue)
-                return step
+                    return ring.produce(step, blocks(sizes_gmem[segment]), issue)
+
+                return lax.fori_loop(0, leaves, load_leaf, step)
 
             ring.drain(for_each_tile(load))
 

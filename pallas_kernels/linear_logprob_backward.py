@@ -1,5 +1,7 @@
 """Backward of the log-probability over a large vocabulary: logits recomputed, leaf by leaf."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -49,11 +51,9 @@ def linear_logprob_backward(
         nonlocal d_head, hidden
         first = next(index) * width
         columns = lax.slice_in_dim(lm_head, first, first + width, axis=1)
-        d_logits = logit_gradient(hidden, columns, targets - first, inverse_temperature, gradients)
-        d_columns = matmul(
-            hidden, d_logits, transpose_a=True, leaves=batch_leaves, out_dtype=jnp.float32
+        d_hidden, d_columns = _leaf(
+            hidden, columns, targets - first, inverse_temperature, gradients, batch_leaves
         )
-        d_hidden = matmul(d_logits, columns, transpose_b=True, out_dtype=jnp.float32)
         # One leaf after the other: the large intermediate must not exist twice.
         hidden, d_columns, d_hidden = lax.optimization_barrier((hidden, d_columns, d_hidden))
         d_head = lax.dynamic_update_slice_in_dim(d_head, d_columns, first, axis=1)
@@ -61,3 +61,13 @@ def linear_logprob_backward(
 
     d_hidden = leaf_tree(leaf, leaves)
     return d_hidden, d_head
+
+
+@functools.partial(jax.jit, static_argnums=5)  # the leaves share three kernels
+def _leaf(hidden, columns, targets, inverse_temperature, gradients, batch_leaves):
+    """The gradients of `linear_logprob_backward` from one leaf's columns alone."""
+    d_logits = logit_gradient(hidden, columns, targets, inverse_temperature, gradients)
+    d_columns = matmul(
+        hidden, d_logits, transpose_a=True, leaves=batch_leaves, out_dtype=jnp.float32
+    )
+    return matmul(d_logits, columns, transpose_b=True, out_dtype=jnp.float32), d_columns

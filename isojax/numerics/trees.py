@@ -40,6 +40,19 @@ def tree_sum(x: jax.Array, axis: int = -1) -> jax.Array:
     return lax.squeeze(x, (axis,))
 
 
+def tree_sum_by_passes(x: jax.Array, axis: int = -1) -> jax.Array:
+    """The bits of `tree_sum`, for long axes: one pass over memory for three levels of the tree.
+
+    XLA melts all levels into one loop if it may, which takes long to compile and to run.
+    """
+    axis %= x.ndim
+    x = _extend(x.astype(jnp.float32), axis, _power(x.shape[axis]))
+    while x.shape[axis] > 8:
+        x = x.reshape(*x.shape[:axis], 8, x.shape[axis] // 8, *x.shape[axis + 1 :])
+        x = lax.optimization_barrier(tree_sum(x, axis))
+    return tree_sum(x, axis)
+
+
 def pair_sum(x: jax.Array, axis: int = 0) -> jax.Array:
     """Sum along `axis` by neighbours, (x0 + x1) + (x2 + x3), extended with zeros to a power of two.
 

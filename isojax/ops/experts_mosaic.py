@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from isojax.numerics.policy import Policy
+from isojax.ops import kernel
 from pallas_kernels.grouped_matmul import grouped_matmul, grouped_swiglu, grouped_swiglu_backward
 from pallas_kernels.grouped_matmul_dw import grouped_matmul_dw
 from pallas_kernels.rows_routing import (
@@ -51,6 +52,8 @@ def backward(policy: Policy, x, local, share, dout, gate, up, down):
     dy = (_take(dout, rows).astype(jnp.float32) * at[:, None]).astype(x.dtype)
     dgate, dup, hidden = grouped_swiglu_backward(tokens, gate, up, down, dy, *groups)
     dx = grouped_matmul((dgate, dup), (gate, up), *groups, transpose_w=True)
-    gradient = partial(grouped_matmul_dw, starts=segments[0], sizes=segments[1], leaves=leaves)
-    weights = gradient(tokens, dgate), gradient(tokens, dup), gradient(hidden, dy)
+    pairs = (tokens, dgate), (tokens, dup), (hidden, dy)
+    weights = tuple(
+        kernel.call(grouped_matmul_dw, *pair, *segments, leaves=leaves) for pair in pairs
+    )
     return dx, rows.place.reshape(-1), weights

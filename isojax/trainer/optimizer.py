@@ -17,7 +17,7 @@ from jax import lax
 
 from isojax.mesh import CONTEXT, DATA, MODEL, Layout
 from isojax.numerics.policy import Policy
-from isojax.numerics.trees import pair_sum, tree_sum
+from isojax.numerics.trees import pair_sum, tree_sum, tree_sum_by_passes
 from isojax.ops.op import op
 from isojax.trainer.sharding import Placement, axis_names, gather, scatter
 
@@ -111,13 +111,13 @@ def square_sum(
     kept = 0  # the leaf axes so far stand in front
     for axis in range(block.ndim):
         if axis not in leaves:
-            grid = tree_sum(grid, kept)
+            grid = tree_sum_by_passes(grid, kept)
             continue
         own = leaves[axis] // math.prod(ranks[name] for name in over[axis])
         if own == 0:
             raise ValueError(f"mesh {layout} cuts axis {axis} of {placement.shape} too finely")
         grid = grid.reshape(*grid.shape[:kept], own, -1, *grid.shape[kept + 1 :])
-        grid = tree_sum(grid, kept + 1)
+        grid = tree_sum_by_passes(grid, kept + 1)
         kept += 1
     for i, axis in enumerate(leaves):
         for name in reversed(over[axis]):
