@@ -3,15 +3,16 @@
     python experiments/multi_gpu_check.py --json result.json
     python experiments/multi_gpu_check.py --rehearse     # eight virtual CPU devices, a tiny model
 
-Three parts, each in processes of their own, all within --seconds:
+Two parts, within --seconds:
 
-bits   three DAPO steps (rollouts, scores, gradients, weights) of a hybrid mixture of experts with
-       real head and expert shapes on every mesh that the devices allow; hashes of everything are
-       compared with the 1x1 mesh's. Several meshes run at the same time, so no time is taken.
-cost   the same steps alone on the machine, exact and with plain collectives: `psum` for every
-       leaf tree over ranks, one leaf a rank.
-full   three steps of experiments/dapo_qwen.py with Qwen3.5-35B-A3B from random weights, if there
-       are eight devices: times of generation, scoring and training, and memory.
+meshes  three DAPO steps (rollouts, scores, gradients, weights) of a hybrid mixture of experts with
+        real head and expert shapes on every mesh that the devices allow; hashes of everything are
+        compared with the 1x1 mesh's. Each mesh has a process of its own. All compile side by side
+        in the first step; then each runs the others alone, by turns, which is where times are
+        taken. Beside them, where all devices are on one axis, the same with plain collectives:
+        `psum` for every leaf tree over ranks, one leaf a rank. The difference is the cost.
+full    three steps of experiments/dapo_qwen.py with Qwen3.5-35B-A3B from random weights, if there
+        are eight devices: times of generation, scoring and training, and memory.
 """
 
 import argparse
@@ -24,7 +25,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ ROOT = Path(__file__).parents[1]
 CONFIG = ROOT / "configs" / "multi_gpu_check.toml"
 FULL = ROOT / "configs" / "qwen3_5_35b_a3b.toml"
 STEPS = 3
-AT_ONCE = 5  # meshes whose bits are computed side by side; compiling is what takes long
+ONE_TURN = 15.0  # seconds that steps 2 and 3 of one mesh take, generously
 
 # what a CPU can do: the same blocks, eight ways divisible, with the reference ops
 REHEARSED: dict[str, Any] = {
@@ -180,6 +180,12 @@ def work(mesh: str, name: str, folder: Path, rehearse: bool, plain: bool) -> Non
             hashes.append({"samples, log-probabilities": digest(sampled), "gradient norm": norms})
             return results
 
+        def _step(self, *args: Any) -> None:
+            if self.position.step == 1:
+                print("READY", flush=True)
+                sys.stdin.readline()
+            super()._step(*args)
+
         def _save(self) -> None:
             """Nobody goes on with this run."""
 
@@ -216,45 +222,72 @@ class Clock:
         return max(self._end - time.monotonic(), 0.0)
 
 
-def start(
-    command: Sequence[str],
-    log: Path,
-    clock: Clock,
-    rehearse: bool,
-    enough: Callable[[], bool] = lambda: False,
-) -> dict[str, Any]:
-    """Run a command of this repository -> the RESULT it printed, or {"failed": why, "log": end}.
+class Job:
+    """A command of this repository in a process of its own, which writes to `log`."""
 
-    enough: asked every second; the command is ended once it says so.
-    """
-    environment = dict(os.environ, PYTHONPATH=os.pathsep.join([str(ROOT), *sys.path[1:]]))
-    environment.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    environment.setdefault("NCCL_NVLS_ENABLE", "0")
-    environment.setdefault("JAX_LOG_COMPILES", "1")  # the log then says where time went
-    if rehearse:
-        environment["JAX_PLATFORMS"] = "cpu"
-        flags = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=1"
-        environment["XLA_FLAGS"] = f"{environment.get('XLA_FLAGS', '')} {flags}"
-    else:  # what one part has compiled the next finds
-        cache = str(Path(tempfile.gettempdir()) / "multi_gpu_check_cache")
-        environment.setdefault("JAX_COMPILATION_CACHE_DIR", cache)
-    begin = time.monotonic()
-    with log.open("w", encoding="utf-8") as file:
-        process = subprocess.Popen(
-            [sys.executable, *command], cwd=ROOT, env=environment,
-            stdout=file, stderr=subprocess.STDOUT,
-        )  # fmt: skip
-        while process.poll() is None and clock.left() and not enough():
-            time.sleep(1)
-        why = "ended" if process.returncode is None else f"exit status {process.returncode}"
-        process.kill()
-        process.wait()
-    said = log.read_text(encoding="utf-8", errors="replace")
-    for line in said.splitlines():
-        if line.startswith("RESULT "):
-            return json.loads(line[7:]) | {"seconds": round(time.monotonic() - begin, 1)}
-    errors = [line for line in said.splitlines() if "Error" in line or "ERROR" in line]
-    return {"failed": f"{why}: {(errors or ['no error in the log'])[0][:300]}", "log": said[-4000:]}
+    def __init__(self, command: Sequence[str], log: Path, rehearse: bool) -> None:
+        environment = dict(os.environ, PYTHONPATH=os.pathsep.join([str(ROOT), *sys.path[1:]]))
+        environment.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+        environment.setdefault("NCCL_NVLS_ENABLE", "0")
+        environment.setdefault("JAX_LOG_COMPILES", "1")  # the log then says where time went
+        if rehearse:
+            environment["JAX_PLATFORMS"] = "cpu"
+            flags = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=1"
+            environment["XLA_FLAGS"] = f"{environment.get('XLA_FLAGS', '')} {flags}"
+        self._log, self._begin = log, time.monotonic()
+        with log.open("w", encoding="utf-8") as file:
+            self._process = subprocess.Popen(
+                [sys.executable, *command], cwd=ROOT, env=environment,
+                stdin=subprocess.PIPE, stdout=file, stderr=subprocess.STDOUT,
+            )  # fmt: skip
+
+    @property
+    def ended(self) -> bool:
+        return self._process.poll() is not None
+
+    @property
+    def ready(self) -> bool:
+        """Whether it waits for its turn."""
+        return "READY" in self._said().splitlines()
+
+    def go(self) -> None:
+        """Give it its turn."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+
+    def result(self) -> dict[str, Any]:
+        """End it -> the RESULT that it printed, or {"failed": why, "log": end}."""
+        why = f"exit status {self._process.returncode}" if self.ended else "ended"
+        self._process.kill()
+        self._process.wait()
+        lines = self._said().splitlines()
+        for line in lines:
+            if line.startswith("RESULT "):
+                return json.loads(line[7:])
+        errors = [line for line in lines if "Error" in line or "ERROR" in line]
+        why += f": {(errors or ['no error in the log'])[0][:300]}"
+        return {"failed": why, "log": "\n".join(lines)[-4000:]}
+
+    def _said(self) -> str:
+        return self._log.read_text(encoding="utf-8", errors="replace")
+
+
+def wait(clock: Clock, done: Callable[[], bool], keep: float = 0.0) -> None:
+    """Until `done()`, or until only `keep` seconds are left."""
+    while not done() and clock.left() > keep:
+        time.sleep(0.5)
+
+
+def by_turns(jobs: Mapping[str, Job], clock: Clock) -> dict[str, dict[str, Any]]:
+    """Let all get ready side by side, then each go on alone -> their results."""
+    wait(clock, lambda: all(j.ready or j.ended for j in jobs.values()), ONE_TURN * len(jobs))
+    results = {name: job.result() for name, job in jobs.items() if job.ended or not job.ready}
+    for name, job in jobs.items():
+        if name not in results:
+            job.go()
+            wait(clock, lambda job=job: job.ended)
+            results[name] = job.result()
+    return {name: results[name] for name in jobs}
 
 
 def differences(result: dict[str, Any], alone: dict[str, Any]) -> list[str]:
@@ -274,28 +307,45 @@ def seconds_a_step(result: dict[str, Any]) -> dict[str, float]:
     return {p: round(sum(s[f"time_{p}_s"] for s in steps) / len(steps), 3) for p in parts}
 
 
-BITS = f"{'mesh':22} {'as 1x1':8} {'logp_diff_max':>14} {'peak GiB':>9} {'process s':>10}"
-COST = f"{'mesh':22} {'generate':>9} {'score':>9} {'train':>9}   seconds a step"
+HEAD = (
+    f"{'mesh':20} {'as 1x1':>7} {'logp_diff_max':>14} {'peak GiB':>9} {'generate':>9} {'score':>9} "
+    f"{'train':>9}   seconds a step"
+)
 
 
-def bits_of(r: dict[str, Any]) -> str:
-    """A line under `BITS`, and what differs below it."""
+def line_of(r: dict[str, Any]) -> str:
+    """A line under `HEAD`, and what differs below it."""
+    if "failed" in r:
+        return f"failed: {r['failed']}"
     worst = max(step["logp_diff_max"] for step in r["metrics"])
-    same = "yes" if not r["differences"] else "NO"
-    line = f"{same:8} {worst:14} {r['peak_bytes'] / 2**30:9.1f} {r['seconds']:10}"
-    return "\n    ".join([line, *r["differences"][:6]])
+    same = {None: "", True: "yes", False: "NO"}[
+        None if "differences" not in r else not r["differences"]
+    ]
+    times = " ".join(f"{seconds:9}" for seconds in seconds_a_step(r).values())
+    line = f"{same:>7} {worst:14} {r['peak_bytes'] / 2**30:9.1f} {times}"
+    return "\n    ".join([line, *r.get("differences", [])[:6]])
 
 
-def cost_of(r: dict[str, Any]) -> str:
-    """A line under `COST`."""
-    return " ".join(f"{seconds:9}" for seconds in seconds_a_step(r).values())
+def all_meshes(
+    wanted: Sequence[str], devices: int, folder: Path, clock: Clock, rehearse: bool
+) -> dict[str, dict[str, Any]]:
+    """The part "meshes": results by mesh, and by "MESH plain"."""
 
+    def job(mesh: str, name: str, *more: str) -> Job:
+        command = [__file__, "--work", mesh, "--name", name, "--folder", str(folder), *more]
+        return Job(command + ["--rehearse"] * rehearse, folder / f"{name}.log", rehearse)
 
-def show(heading: str, line: Callable[[dict[str, Any]], str], results: dict[str, dict]) -> None:
-    """Print a table; a result that failed says why."""
-    print(heading)
-    for name, r in results.items():
-        print(f"{name:22}", f"failed: {r['failed']}" if "failed" in r else line(r), flush=True)
+    jobs = {mesh: job(mesh, mesh) for mesh in wanted}
+    for mesh in (m for m in (f"{devices}x1", f"1x{devices}") if m in wanted):
+        jobs[f"{mesh} plain"] = job(mesh, f"{mesh}-plain", "--plain")
+    results = by_turns(jobs, clock)
+    alone = results[wanted[0]]
+    for mesh in wanted:
+        if "failed" not in results[mesh]:
+            results[mesh]["differences"] = (
+                ["nothing to compare"] if "failed" in alone else differences(results[mesh], alone)
+            )
+    return results
 
 
 def full_size(folder: Path, clock: Clock) -> dict[str, Any]:
@@ -323,8 +373,10 @@ def full_size(folder: Path, clock: Clock) -> dict[str, Any]:
         return len(steps()) == STEPS
 
     job = str(ROOT / "experiments" / "dapo_qwen.py")
-    ended = start([job, *arguments], folder / "full.log", clock, rehearse=False, enough=done)
-    return {"metrics": steps()} | ({} if done() else ended)
+    run = Job([job, *arguments], folder / "full.log", rehearse=False)
+    wait(clock, lambda: done() or run.ended)
+    complete, ended = done(), run.result()
+    return {"metrics": steps()} | ({} if complete else ended)
 
 
 def main() -> int:
@@ -335,7 +387,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path, metavar="FILE", help="where the result goes")
     parser.add_argument("--seconds", type=float, default=570.0, help="for all of it")
     parser.add_argument("--meshes", nargs="+", help="instead of all that the devices allow")
-    parser.add_argument("--parts", nargs="+", default=["bits", "cost", "full"])
+    parser.add_argument("--parts", nargs="+", default=["meshes", "full"])
     parser.add_argument("--work", help=argparse.SUPPRESS)
     parser.add_argument("--name", help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
@@ -348,42 +400,23 @@ def main() -> int:
     clock = Clock(args.seconds)
     devices = 8 if args.rehearse else gpus()
     wanted = args.meshes or meshes(devices)
-    options = ["--rehearse"] * args.rehearse
     result: dict[str, Any] = {"devices": devices, "rehearsal": args.rehearse}
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         write_prompts(folder / "prompts.jsonl")
-
-        def one(mesh: str, name: str = "", *more: str) -> dict[str, Any]:
-            name = name or mesh
-            command = [__file__, "--work", mesh, "--name", name, "--folder", str(folder)]
-            log = folder / f"{name}.log"
-            return start([*command, *options, *more], log, clock, args.rehearse)
-
-        if "bits" in args.parts:
-            with ThreadPoolExecutor(AT_ONCE) as pool:
-                bits = dict(zip(wanted, pool.map(one, wanted), strict=True))
-            alone = bits[wanted[0]]
-            for r in bits.values():
-                if "failed" not in r:
-                    r["differences"] = (
-                        differences(r, alone) if "failed" not in alone else ["nothing to compare"]
-                    )
-            result["bits"] = bits
-            show(BITS, bits_of, bits)
-        if "cost" in args.parts:
-            cost = {}
-            for mesh in dict.fromkeys([f"{devices}x1", f"1x{devices}"]):
-                cost[f"{mesh} exact"] = one(mesh, f"{mesh}-alone")
-                cost[f"{mesh} plain"] = one(mesh, f"{mesh}-plain", "--plain")
-            result["cost"] = cost
-            show(COST, cost_of, cost)
+        if "meshes" in args.parts:
+            result["meshes"] = all_meshes(wanted, devices, folder, clock, args.rehearse)
+            print(HEAD)
+            for name, r in result["meshes"].items():
+                print(f"{name:20}", line_of(r), flush=True)
         if "full" in args.parts and devices >= 8 and not args.rehearse:
             result["full"] = full_size(folder, clock)
             print(json.dumps(result["full"], indent=1), flush=True)
     if args.json:
         args.json.write_text(json.dumps(result, indent=1), encoding="utf-8")
-    return int(any(r.get("differences") or "failed" in r for r in result.get("bits", {}).values()))
+    return int(
+        any(r.get("differences") or "failed" in r for r in result.get("meshes", {}).values())
+    )
 
 
 if __name__ == "__main__":

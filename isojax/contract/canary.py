@@ -158,8 +158,10 @@ def check(
         )
         for r, c in zip(asked, done, strict=True)
     ]
-    scored = [found.full for found in scorer(params, examples)]
-    learnt = [found.full for found in trainer.logprobs(params, examples, loss)]
+    few = max(1, scorer.sure_to_fit)  # a program of its own for many short ones is not worth it
+    parts = [examples[i : i + few] for i in range(0, len(examples), few)]
+    scored = [found.full for part in parts for found in scorer(params, part)]
+    learnt = [found.full for part in parts for found in trainer.logprobs(params, part, loss)]
     within = RECOMPUTE if trainer.remat else FORWARD
     return _compare(recorder, asked, done, {within: learnt}, scored)
 

@@ -20,9 +20,8 @@ MOVEMENT = frozenset({
     "all_gather", "all_to_all", "bitcast_convert_type", "broadcast_in_dim", "concatenate",
     "convert_element_type", "copy", "copy_p", "device_put", "dynamic_slice", "dynamic_update_slice",
     "expand_dims", "freeze", "gather", "new_ref", "optimization_barrier", "pad", "pcast",
-    "ppermute", "pvary", "ragged_all_to_all", "reshape", "rev", "scatter", "select_n",
-    "sharding_constraint", "slice", "split", "squeeze", "stack", "stop_gradient", "tile", "top_k",
-    "transpose",
+    "ppermute", "pvary", "reshape", "rev", "scatter", "select_n", "sharding_constraint", "slice",
+    "split", "squeeze", "stack", "stop_gradient", "tile", "top_k", "transpose",
 })  # fmt: skip
 
 KERNEL = "mpmd_map"  # the primitive that calls a Pallas kernel

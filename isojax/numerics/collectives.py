@@ -188,32 +188,43 @@ def share_group(share: jax.Array, heads: int, layout: Layout) -> jax.Array:
 
 # --- rows to whoever asked for them ---
 
+AT_LEAST = 512  # rows that a round carries from rank to rank: fewer would be all waiting
+
 
 def send_rows(
     rows: jax.Array,
-    size: int,
+    order: jax.Array,
     send: jax.Array,
     receive: jax.Array,
-    first: jax.Array,
+    most: jax.Array,
+    size: int,
     axes: tuple[str, ...],
 ) -> jax.Array:
-    """Rows [R, H], in order of the ranks of `axes` that get them -> the `size` rows that came.
+    """Rows for other ranks of `axes`, of rows [N, H] -> the `size` rows that came, by senders.
 
-    send, receive int32 [ranks]: rows for and from each rank. first int32 [ranks]: where rows from
-    here begin at each rank; they arrive in order of their senders.
+    order int32 [M]: which rows go, in order of the ranks that get them. send, receive int32
+    [ranks]: how many go to and come from each rank. most: the largest count of any two ranks, the
+    same on all. Behind the last row that came stands anything.
+
+    Rounds of equal blocks, half as large again as if rows were spread evenly: one is usually
+    enough, and where all rows fit into one nothing is asked of the device.
     """
-    start = jnp.cumsum(send) - send
+    ranks = send.shape[0]
+    block = min(size, max(AT_LEAST, -(-3 * size // (2 * ranks))))
+    start, before = jnp.cumsum(send) - send, jnp.cumsum(receive) - receive
+    place = jnp.arange(size)
+    sender = jnp.searchsorted(before, place, side="right") - 1
+    nth = place - before[sender]
 
-    def ragged(rows: jax.Array) -> jax.Array:
-        room = jnp.zeros((size, rows.shape[1]), rows.dtype)
-        return lax.ragged_all_to_all(rows, room, start, send, first, receive, axis_name=axes)
+    def round_of(number: jax.Array | int, came: jax.Array) -> jax.Array:
+        first = number * block
+        wanted = start[:, None] + first + jnp.arange(block)
+        out = rows[order.at[wanted].get(mode="clip")]
+        got = lax.all_to_all(out, axes, split_axis=0, concat_axis=0)
+        now = (nth >= first) & (nth < first + block)
+        return jnp.where(now[:, None], got[sender, jnp.clip(nth - first, 0, block - 1)], came)
 
-    def gathered(rows: jax.Array) -> jax.Array:
-        """The same for a CPU, which has no ragged exchange: everything, to choose from."""
-        everything, starts = lax.all_gather(rows, axes), lax.all_gather(start, axes)
-        end, index = jnp.cumsum(receive), jnp.arange(size)
-        sender = jnp.minimum(jnp.searchsorted(end, index, side="right"), end.shape[0] - 1)
-        offset = index - (end - receive)[sender] + starts[sender, lax.axis_index(axes)]
-        return everything[sender, offset]
-
-    return lax.platform_dependent(rows, cpu=gathered, default=ragged)
+    room = jnp.zeros((size, rows.shape[1]), rows.dtype)
+    if block == size:
+        return round_of(0, room)
+    return lax.fori_loop(0, (most + block - 1) // block, round_of, room)

@@ -38,14 +38,14 @@ class _Way(NamedTuple):
 
     place [R]: where a routed row of all ranks stands among those sent by this rank, in order; out
     of range if another rank has the expert. send, receive: how many rows go to and come from each
-    rank. first: where rows from here begin at each rank. take [T, k]: which received row belongs to
-    a slot of an own token.
+    rank, most: the largest of those counts anywhere. take [T, k]: which received row belongs to a
+    slot of an own token.
     """
 
     place: jax.Array
     send: jax.Array
     receive: jax.Array
-    first: jax.Array
+    most: jax.Array
     take: jax.Array
 
 
@@ -65,8 +65,8 @@ def _way(everyone: jax.Array, per_rank: int, layout: Layout) -> _Way:
     # a slot's row comes behind those of the ranks before, and of its rank's slots before
     own = _before(counts[me])[None] + _before(asked[me], axis=0)
     take = jnp.take_along_axis(own, jnp.maximum(owner[me], 0)[:, None], axis=1)
-    first = _before(counts, axis=1)[:, me]
-    return _Way(place, counts[:, me], counts[me], first, take.reshape(-1, everyone.shape[1]))
+    take = take.reshape(-1, everyone.shape[1])
+    return _Way(place, counts[:, me], counts[me], counts.max(), take)
 
 
 def home(
@@ -81,9 +81,9 @@ def home(
     if layout.devices == 1:
         return y, place.reshape(asked.shape)
     way = _way(asked, per_rank, layout)
-    sent = jnp.zeros(place.size, jnp.int32).at[way.place].set(place, mode="drop")
-    size = way.take.size
-    return send_rows(y[sent], size, way.send, way.receive, way.first, EVERY), way.take
+    order = jnp.zeros(place.size, jnp.int32).at[way.place].set(place, mode="drop")
+    came = send_rows(y, order, way.send, way.receive, way.most, way.take.size, EVERY)
+    return came, way.take
 
 
 def own_run(x: jax.Array, layout: Layout) -> jax.Array:

@@ -43,6 +43,11 @@ class Scorer:
         in_specs = (specs(model, policy, layout), ROWS)
         self.call = jax.jit(shard(self._rank_rows, mesh, in_specs, PartitionSpec()))
 
+    @property
+    def sure_to_fit(self) -> int:
+        """Sequences of any length that fit into one leaf of a call; so few have one program."""
+        return self._budget // (self._longest or self._budget)
+
     def _rank_rows(self, params: Any, batch: TrainBatch) -> tuple[jax.Array, jax.Array]:
         full, kept = row_logprobs(
             params, batch, model=self._model, policy=self._policy, layout=self._layout
