@@ -383,14 +383,6 @@ def bench_grouped(full: bool) -> None:
             flops=6.0 * rows * hidden * inner,
             first=keep,
         )
-        leaves = expert_sizes(rows, groups * 8, 5)
-        wide = rows + 8 * groups * 8
-        compare(
-            f"experts dw {rows} 2048x512, 8 leaves",
-            {"64x128": lambda x, h, st, sz: grouped_matmul_dw(x, h, st, sz, leaves=8)},
-            (normal(10, wide, hidden), normal(11, wide, inner), aligned_starts(leaves), leaves),
-            flops=2.0 * rows * hidden * inner,
-        )
 
 
 def bench_logprob(full: bool) -> None:
@@ -599,12 +591,6 @@ def exact_grouped(full: bool) -> None:
             dw[g],
         )
     checks.add("dw of no rows", lambda d: d, (dw[5],), jnp.zeros_like(dw[5]))
-    checks.add(
-        "dw leaves",
-        functools.partial(grouped_matmul_dw, leaves=2),
-        (x, dy, starts, sizes),
-        dw[::2] + dw[1::2],
-    )
     checks.run()
 
 

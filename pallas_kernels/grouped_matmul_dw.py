@@ -1,12 +1,14 @@
 """Weight gradient of the expert products for Hopper: a contraction over each group's own rows.
 
-    dw[g] = tree over leaves l of ( sum over rows r of segment (g, l), in order, of x[r]^T dy[r] )
+    dw[g] = sum over rows r of group g, in order, of x[r]^T dy[r]
 
-Rows are sorted by (group, leaf, row): a group's rows are in token order and its batch leaves are
-segments of it. A segment starts at a multiple of 8 rows, where its sum starts too (one instruction
-adds the products of rows 0 to 15 of the segment, or 16 to 31, ..., wherever it lies). In its last
-block of 64 rows what follows the segment is replaced by zeros, in both operands: a stale NaN times
-zero is a NaN. Zeros add nothing, so the bits depend on the segment's own rows alone.
+A group's rows are in token order. It starts at a multiple of 8 rows, where its sum starts too (one
+instruction adds the products of rows 0 to 15 of the group, or 16 to 31, ..., wherever it lies). In
+its last block of 64 rows what follows the group is replaced by zeros, in both operands: a stale NaN
+times zero is a NaN. Zeros add nothing, so the bits depend on the group's own rows alone.
+
+No mesh axis cuts this sum, since an expert lies on one rank, which sees the tokens of all of them:
+it has no leaves.
 """
 
 import jax
@@ -26,18 +28,16 @@ def grouped_matmul_dw(
     starts: jax.Array,
     sizes: jax.Array,
     *,
-    leaves: int = 1,
     out_dtype: jax.typing.DTypeLike = jnp.float32,
     tile: MatmulTile | None = None,
 ) -> jax.Array:
     """Gradient of `grouped_matmul` with respect to its weights.
 
     Args:
-      x: [R, K] bfloat16, rows sorted by group, within a group by batch leaf.
+      x: [R, K] bfloat16, rows sorted by group.
       dy: [R, N] bfloat16.
-      starts: [G * leaves] int32, first row of every segment, a multiple of ROW_ALIGNMENT.
-      sizes: [G * leaves] int32, rows of every segment.
-      leaves: batch leaves of this rank, a power of two.
+      starts: [G] int32, first row of every group, a multiple of ROW_ALIGNMENT.
+      sizes: [G] int32, rows of every group.
       out_dtype: float32, or bfloat16 (one rounding of the float32 sum).
       tile: tile choice; it does not change the result.
 
@@ -45,29 +45,22 @@ def grouped_matmul_dw(
       [G, K, N] of `out_dtype`; zero for a group without rows.
 
     Raises:
-      ValueError: for other dtypes, mismatched shapes, sides that are not multiples of 8, or leaves
-        that are not a power of two.
+      ValueError: for other dtypes, mismatched shapes, or sides that are not multiples of 8.
     """
     (rows, k), (rows_dy, n) = x.shape, dy.shape
     if x.dtype != jnp.bfloat16 or dy.dtype != jnp.bfloat16:
         raise ValueError(f"operands must be bfloat16, not {x.dtype} and {dy.dtype}")
     if rows != rows_dy or k % 8 or n % 8:
         raise ValueError(f"{x.shape} and {dy.shape}: rows must agree and sides be multiples of 8")
-    core.check_leaves(leaves * core.TILE_K, leaves)
-    groups, rest = divmod(sizes.shape[0], leaves)
-    if rest:
-        raise ValueError(f"{sizes.shape[0]} segments do not make groups of {leaves} leaves")
-    if tile is None:
-        tile = grouped_dw_tile(leaves)
+    groups = sizes.shape[0]
+    tile = tile or grouped_dw_tile()
     cta_rows = tile.rows * tile.warpgroups
     row_tiles, col_tiles = pl.cdiv(k, cta_rows), pl.cdiv(n, tile.cols)
     tiles = groups * row_tiles * col_tiles
     ctas = min(core.sm_count(), tiles)
-    holds = core.Holds.of(leaves, tile)
     share = tile.cols // tile.warpgroups
 
-    def body(x_gmem, dy_gmem, starts_gmem, sizes_gmem, dw_gmem, *scratch, smem):
-        smem = holds.open(smem)
+    def body(x_gmem, dy_gmem, starts_gmem, sizes_gmem, dw_gmem, smem):
         ring = core.Ring(tile.stages, smem["full"], smem["empty"])
         wg = lax.axis_index("wg")
         cta = lax.axis_index("cta")
@@ -93,22 +86,18 @@ def grouped_matmul_dw(
             core.producer_registers(tile.warpgroups)
 
             def load(group, row, col, step):
-                def load_leaf(leaf, step):
-                    segment = group * leaves + leaf
-                    start = pl.multiple_of(starts_gmem[segment], ROW_ALIGNMENT)
+                start = pl.multiple_of(starts_gmem[group], ROW_ALIGNMENT)
 
-                    def issue(i, slot, barrier):
-                        span = pl.ds(start + i * core.TILE_K, core.TILE_K)
-                        plgpu.copy_gmem_to_smem(
-                            x_gmem.at[span, pl.ds(row, cta_rows)], smem["lhs"].at[slot], barrier
-                        )
-                        plgpu.copy_gmem_to_smem(
-                            dy_gmem.at[span, pl.ds(col, tile.cols)], smem["rhs"].at[slot], barrier
-                        )
+                def issue(i, slot, barrier):
+                    span = pl.ds(start + i * core.TILE_K, core.TILE_K)
+                    plgpu.copy_gmem_to_smem(
+                        x_gmem.at[span, pl.ds(row, cta_rows)], smem["lhs"].at[slot], barrier
+                    )
+                    plgpu.copy_gmem_to_smem(
+                        dy_gmem.at[span, pl.ds(col, tile.cols)], smem["rhs"].at[slot], barrier
+                    )
 
-                    return ring.produce(step, blocks(sizes_gmem[segment]), issue)
-
-                return lax.fori_loop(0, leaves, load_leaf, step)
+                return ring.produce(step, blocks(sizes_gmem[group]), issue)
 
             ring.drain(for_each_tile(load))
 
@@ -118,34 +107,25 @@ def grouped_matmul_dw(
             own = pl.ds(wg * tile.rows, tile.rows)
 
             def compute(group, row, col, step):
-                leaf_index = iter(range(leaves))
+                size = sizes_gmem[group]
 
-                def leaf():
-                    nonlocal step
-                    size = sizes_gmem[group * leaves + next(leaf_index)]
+                def multiply(i, slot, acc):
+                    lhs, rhs = smem["lhs"].at[slot], smem["rhs"].at[slot]
+                    left = size - i * core.TILE_K
 
-                    def multiply(i, slot, acc):
-                        lhs, rhs = smem["lhs"].at[slot], smem["rhs"].at[slot]
-                        left = size - i * core.TILE_K
+                    @pl.when(left < core.TILE_K)
+                    def _mask():
+                        _keep_rows(lhs.at[:, own], left)
+                        _keep_rows(rhs.at[:, pl.ds(wg * share, share)], left)
+                        plgpu.commit_smem()
+                        plgpu.barrier_arrive(smem["masked"])
+                        plgpu.barrier_wait(smem["masked"])
 
-                        @pl.when(left < core.TILE_K)
-                        def _mask():
-                            _keep_rows(lhs.at[:, own], left)
-                            _keep_rows(rhs.at[:, pl.ds(wg * share, share)], left)
-                            plgpu.commit_smem()
-                            plgpu.barrier_arrive(smem["masked"])
-                            plgpu.barrier_wait(smem["masked"])
+                    plgpu.wgmma(acc, lhs.at[:, own].T, rhs)
 
-                        plgpu.wgmma(acc, lhs.at[:, own].T, rhs)
-
-                    (value,), step = ring.consume(
-                        step, blocks(size), ((tile.rows, tile.cols),), multiply
-                    )
-                    return value
-
-                acc = holds.sum(leaf, leaves, smem, scratch, cta, wg)
+                accs, step = ring.consume(step, blocks(size), ((tile.rows, tile.cols),), multiply)
                 core.store_tile(
-                    (acc,),
+                    accs,
                     smem["out"].at[wg],
                     (dw_gmem.at[group],),
                     row + wg * tile.rows,
@@ -161,13 +141,13 @@ def grouped_matmul_dw(
     smem = {
         "lhs": core.swizzled((tile.stages, core.TILE_K, cta_rows), jnp.bfloat16),
         "rhs": core.swizzled((tile.stages, core.TILE_K, tile.cols), jnp.bfloat16),
-        **holds.smem(out_dtype),
+        "out": core.store_buffer(tile, out_dtype),
         "masked": plgpu.Barrier(num_arrivals=tile.warpgroups),
         **core.Ring.barriers(tile.stages, copies=2, consumers=tile.warpgroups),
     }
-    dw, *_ = core.launch(
+    (dw,) = core.launch(
         body,
-        [jax.ShapeDtypeStruct((groups, k, n), out_dtype), *holds.scratch(ctas)],
+        [jax.ShapeDtypeStruct((groups, k, n), out_dtype)],
         smem,
         ctas=ctas,
         warpgroups=tile.warpgroups,

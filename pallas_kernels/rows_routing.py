@@ -14,9 +14,9 @@ _VECTOR = 8
 
 
 class ExpertRows(NamedTuple):
-    """Where the routed rows of some experts lie: by (expert, batch leaf), each in token order.
+    """Where the routed rows of some experts lie: by expert, each in token order.
 
-    starts, sizes: [E * leaves] int32, first row (aligned) and number of rows of every segment.
+    starts, sizes: [E] int32, first row (aligned) and number of rows of every expert.
     place: [T, k] int32, row of every slot; `rows` if its expert is not among these.
     token: [rows] int32, token of every row; T where there is none.
     """
@@ -26,49 +26,36 @@ class ExpertRows(NamedTuple):
     place: jax.Array
     token: jax.Array
 
-    def groups(self, leaves: int) -> tuple[jax.Array, jax.Array]:
-        """(starts, sizes) of whole experts, [E] each, as the forward kernels take them."""
-        starts = self.starts[::leaves]
-        return starts, self.starts[leaves - 1 :: leaves] + self.sizes[leaves - 1 :: leaves] - starts
+
+def expert_rows_capacity(slots: int, experts: int) -> int:
+    """Rows that always suffice for `slots` routed rows of `experts` experts."""
+    return slots + min(slots, experts) * (ROW_ALIGNMENT - 1) + ROW_ALIGNMENT
 
 
-def expert_rows_capacity(slots: int, segments: int) -> int:
-    """Rows that always suffice for `slots` routed rows in `segments` aligned segments."""
-    return slots + min(slots, segments) * (ROW_ALIGNMENT - 1) + ROW_ALIGNMENT
-
-
-def expert_rows(chosen: jax.Array, experts: int, leaves: int, rows: int) -> ExpertRows:
+def expert_rows(chosen: jax.Array, experts: int, rows: int) -> ExpertRows:
     """Lay out routed rows; integers only, so exact anywhere.
 
     Args:
       chosen: [T, k] int32, the expert of every slot; outside [0, experts) it goes nowhere.
       experts: number of experts.
-      leaves: batch leaves, equal contiguous parts of the tokens.
       rows: static number of rows, `expert_rows_capacity` or more.
 
     Returns:
       ExpertRows.
-
-    Raises:
-      ValueError: if the leaves do not divide T.
     """
     tokens, slots = chosen.shape
-    if tokens % leaves:
-        raise ValueError(f"{tokens} tokens do not split into {leaves} leaves")
-    segments = experts * leaves
-    leaf = jnp.arange(tokens, dtype=jnp.int32)[:, None] // (tokens // leaves)
     here = (chosen >= 0) & (chosen < experts)
-    key = jnp.where(here, chosen * leaves + leaf, segments).reshape(-1)
+    key = jnp.where(here, chosen, experts).reshape(-1)
     order = jnp.argsort(key, stable=True)
-    sizes = jnp.zeros(segments + 1, jnp.int32).at[key].add(1)
+    sizes = jnp.zeros(experts + 1, jnp.int32).at[key].add(1)
     rank = jnp.arange(key.size, dtype=jnp.int32) - (jnp.cumsum(sizes) - sizes)[key[order]]
-    starts = aligned_starts(sizes[:segments])
+    starts = aligned_starts(sizes[:experts])
     target = jnp.append(starts, rows)[key[order]] + rank
-    target = jnp.where(key[order] < segments, target, rows).astype(jnp.int32)
+    target = jnp.where(key[order] < experts, target, rows).astype(jnp.int32)
     place = jnp.zeros(key.size, jnp.int32).at[order].set(target)
     token = jnp.full(rows, tokens, jnp.int32)
     token = token.at[target].set((order // slots).astype(jnp.int32), mode="drop")
-    return ExpertRows(starts, sizes[:segments], place.reshape(tokens, slots), token)
+    return ExpertRows(starts, sizes[:experts], place.reshape(tokens, slots), token)
 
 
 def _slab(width: int) -> int:

@@ -65,9 +65,9 @@ def grouped_swiglu_tile(rows: int, groups: int) -> MatmulTile:
     return MatmulTile(**_choose(table.GROUPED_SWIGLU, rows_per_group=rows // groups))
 
 
-def grouped_dw_tile(leaves: int) -> MatmulTile:
+def grouped_dw_tile() -> MatmulTile:
     """The tile of `grouped_matmul_dw`."""
-    return MatmulTile(**_choose(table.GROUPED_DW, leaves=leaves))
+    return MatmulTile(**_choose(table.GROUPED_DW))
 
 
 def logprob_tile() -> MatmulTile:

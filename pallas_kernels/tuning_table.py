@@ -29,9 +29,6 @@ GROUPED_SWIGLU: list[Row] = [
     ({}, dict(rows=64, cols=128, swap=True)),
 ]
 
-GROUPED_DW: list[Row] = [
-    ({"leaves": 2}, dict(rows=64, cols=128, stages=6)),
-    ({}, dict(rows=64, cols=128, stages=5, smem_hold=True)),
-]
+GROUPED_DW: list[Row] = [({}, dict(rows=64, cols=128, stages=6))]
 
 LINEAR_LOGPROB: list[Row] = [({}, dict(rows=64, cols=256, minor=0, band=20))]

@@ -95,31 +95,21 @@ def test_several_contractions():
     assert error(out[case.rows], expected) < 1e-6
 
 
-@pytest.mark.parametrize("leaves", [1, 4])
-def test_routed_rows_lie_by_expert_leaf_and_token(leaves):
+def test_routed_rows_lie_by_expert_and_token():
     tokens, slots, experts = 16, 2, 3
     chosen = np.random.default_rng(0).integers(-1, experts + 1, (tokens, slots))
-    capacity = expert_rows_capacity(tokens * slots, experts * leaves)
-    laid = expert_rows(jnp.asarray(chosen, I32), experts, leaves, capacity)
+    capacity = expert_rows_capacity(tokens * slots, experts)
+    laid = expert_rows(jnp.asarray(chosen, I32), experts, capacity)
     starts, sizes, place, token = (np.asarray(x) for x in laid)
-    assert (starts % 8 == 0).all()
+    assert (starts % 8 == 0).all() and (starts + sizes <= capacity).all()
     for e in range(experts):
-        for leaf in range(leaves):
-            rows = [
-                (t, j)
-                for t in range(tokens)
-                for j in range(slots)
-                if chosen[t, j] == e and t * leaves // tokens == leaf
-            ]
-            segment = e * leaves + leaf
-            assert sizes[segment] == len(rows)
-            for rank, (t, j) in enumerate(rows):
-                assert place[t, j] == starts[segment] + rank and token[place[t, j]] == t
+        rows = np.argwhere(chosen == e)
+        assert sizes[e] == len(rows)
+        for rank, (t, j) in enumerate(rows):
+            assert place[t, j] == starts[e] + rank and token[place[t, j]] == t
     nowhere = (chosen < 0) | (chosen >= experts)
     assert (place[nowhere] == capacity).all()
     assert (token < tokens).sum() == (~nowhere).sum()
-    first, size = laid.groups(leaves)
-    assert first.shape == (experts,) and (np.asarray(first + size) <= capacity).all()
 
 
 def sigmoid(x):
@@ -151,24 +141,20 @@ def test_swiglu_backward():
         assert error(out[case.rows], reference) < 3e-3
 
 
-@pytest.mark.parametrize("leaves", [1, 2])
-def test_weight_gradient(leaves):
+def test_weight_gradient():
     case = Case(72, 64)
     dy = case.array(2, 64)
     with interpreted():
-        out = grouped_matmul_dw(
-            case.x, dy, case.starts, case.sizes, leaves=leaves, out_dtype=F32, tile=PLAIN
-        )
-    parts = np.stack([f64(case.x)[s].T @ f64(dy)[s] for s in case.spans])
-    assert error(out, parts.reshape(-1, leaves, 72, 64).sum(1)) < 1e-6
+        out = grouped_matmul_dw(case.x, dy, case.starts, case.sizes, out_dtype=F32, tile=PLAIN)
+    assert error(out, np.stack([f64(case.x)[s].T @ f64(dy)[s] for s in case.spans])) < 1e-6
 
 
 def test_refusals():
     case = Case(72, 64)
     with pytest.raises(ValueError, match="multiple of 64"):
         grouped_matmul(case.x, case.w, case.starts, case.sizes)
-    with pytest.raises(ValueError, match="do not make groups"):
-        grouped_matmul_dw(case.x, case.x, case.starts[:3], case.sizes[:3], leaves=2)
+    with pytest.raises(ValueError, match="rows must agree"):
+        grouped_matmul_dw(case.x, case.x[1:], case.starts, case.sizes)
 
 
 R, DECODE, E, H, N = 83968, 3840, 256, 2048, 512

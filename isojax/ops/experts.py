@@ -6,9 +6,9 @@ Tree: each expert's linear maps by `tree_dot` (reference) or one float32 sum in 
 token's results combine by halving over its routing slots.
 Rounding: operands in the compute dtype; gate and up stay float32 until their product is rounded; an
 expert's result is rounded, its weighted sum over slots is float32 and rounded once.
-Gradient: an expert's weights sum over its tokens: within a leaf of rows in token order (reference:
-in blocks of `dot_width` tokens); leaves by `pair_sum`. Experts lie on all ranks of all mesh axes,
-so their gradients are complete where they are.
+Gradient: an expert's weights sum over its tokens in their order in the call (reference: in blocks
+of `dot_width` tokens). Experts lie on all ranks of all mesh axes and every rank sees all tokens, so
+no mesh cuts these sums: they need no leaves and are complete where they are.
 """
 
 from functools import partial

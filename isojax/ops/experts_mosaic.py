@@ -22,8 +22,8 @@ __all__ = ["backward", "combine", "forward", "slot_dots"]
 combine = combine_slots
 
 
-def _rows(local: jax.Array, experts: int, leaves: int) -> ExpertRows:
-    return expert_rows(local, experts, leaves, expert_rows_capacity(local.size, experts * leaves))
+def _rows(local: jax.Array, experts: int) -> ExpertRows:
+    return expert_rows(local, experts, expert_rows_capacity(local.size, experts))
 
 
 def _take(x: jax.Array, rows: ExpertRows) -> jax.Array:
@@ -34,8 +34,8 @@ def _take(x: jax.Array, rows: ExpertRows) -> jax.Array:
 def forward(policy: Policy, x, local, gate, up, down) -> tuple[jax.Array, jax.Array]:
     """As `experts_reference.forward`."""
     del policy
-    rows = _rows(local, gate.shape[0], 1)
-    groups = rows.groups(1)
+    rows = _rows(local, gate.shape[0])
+    groups = rows.starts, rows.sizes
     hidden = grouped_swiglu(_take(x, rows), gate, up, *groups)
     return grouped_matmul(hidden, down, *groups), rows.place.reshape(-1)
 
@@ -43,9 +43,9 @@ def forward(policy: Policy, x, local, gate, up, down) -> tuple[jax.Array, jax.Ar
 @partial(jax.jit, static_argnums=0)
 def backward(policy: Policy, x, local, share, dout, gate, up, down):
     """As `experts_reference.backward`."""
-    leaves = policy.row_leaves
-    rows = _rows(local, gate.shape[0], leaves)
-    groups, segments = rows.groups(leaves), (rows.starts, rows.sizes)
+    del policy
+    rows = _rows(local, gate.shape[0])
+    groups = rows.starts, rows.sizes
     at = jnp.zeros(rows.token.size, jnp.float32)
     at = at.at[rows.place.reshape(-1)].set(share.reshape(-1), mode="drop")
     tokens = _take(x, rows)
@@ -53,7 +53,5 @@ def backward(policy: Policy, x, local, share, dout, gate, up, down):
     dgate, dup, hidden = grouped_swiglu_backward(tokens, gate, up, down, dy, *groups)
     dx = grouped_matmul((dgate, dup), (gate, up), *groups, transpose_w=True)
     pairs = (tokens, dgate), (tokens, dup), (hidden, dy)
-    weights = tuple(
-        kernel.call(grouped_matmul_dw, *pair, *segments, leaves=leaves) for pair in pairs
-    )
+    weights = tuple(kernel.call(grouped_matmul_dw, *pair, *groups) for pair in pairs)
     return dx, rows.place.reshape(-1), weights

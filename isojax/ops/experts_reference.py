@@ -9,7 +9,7 @@ from jax import lax
 
 from isojax.numerics import elementary
 from isojax.numerics.policy import Policy
-from isojax.numerics.trees import halving, pair_sum, tree_dot, tree_sum
+from isojax.numerics.trees import halving, tree_dot, tree_sum
 
 
 class _Blocks(NamedTuple):
@@ -73,11 +73,11 @@ def _rows_of(x: jax.Array, blocks: _Blocks, top_k: int) -> jax.Array:
     return x.at[token].get(mode="fill", fill_value=0)
 
 
-def _up(policy: Policy, x, blocks: _Blocks, expert, top_k: int, gate, up) -> _Routed:
+def _up(policy: Policy, x, blocks: _Blocks, top_k: int, gate, up) -> _Routed:
     """Gate, up and their product for every block; x is [tokens of all ranks, H]."""
     tile = _rows_of(x, blocks, top_k)
-    g = _grouped_dot(tile, gate, expert, policy)
-    u = _grouped_dot(tile, up, expert, policy)
+    g = _grouped_dot(tile, gate, blocks.group, policy)
+    u = _grouped_dot(tile, up, blocks.group, policy)
     return _Routed(tile, g, u, (elementary.silu(g) * u).astype(x.dtype))
 
 
@@ -85,7 +85,7 @@ def forward(policy: Policy, x, local, gate, up, down) -> tuple[jax.Array, jax.Ar
     """x [tokens, H], local int32 [tokens, k] -> (results [R, H], row of every slot)."""
     experts, top_k = gate.shape[0], local.shape[1]
     blocks = _blocks(local.reshape(-1), experts, policy.dot_width)
-    hidden = _up(policy, x, blocks, blocks.group, top_k, gate, up).hidden
+    hidden = _up(policy, x, blocks, top_k, gate, up).hidden
     y = _grouped_dot(hidden, down, blocks.group, policy).astype(x.dtype)
     return y.reshape(-1, x.shape[1]), _place(blocks, local.size)
 
@@ -94,27 +94,23 @@ def backward(policy: Policy, x, local, share, dout, gate, up, down):
     """share float32 [tokens, k], dout [tokens, H] -> (gradients by rows of x [R, H], row of every
     slot, float32 gradients by gate, up and down)."""
     experts, top_k = gate.shape[0], local.shape[1]
-    leaves, rows = policy.row_leaves, local.size
-    leaf, flat = jnp.arange(rows) // (rows // leaves), local.reshape(-1)
-    group = jnp.where((flat >= 0) & (flat < experts), flat * leaves + leaf, -1)
-    blocks = _blocks(group, experts * leaves, policy.dot_width)
-    expert = blocks.group // leaves
-    r = _up(policy, x, blocks, expert, top_k, gate, up)
+    blocks = _blocks(local.reshape(-1), experts, policy.dot_width)
+    r = _up(policy, x, blocks, top_k, gate, up)
     # a result's gradient is its token's, times its weight: neither travels k times
     d_tile = _rows_of(dout, blocks, top_k)
     share = share.reshape(-1).at[blocks.row].get(mode="fill", fill_value=0)
     dy_tile = (d_tile.astype(jnp.float32) * share[..., None]).astype(x.dtype)
 
-    dhidden = _grouped_dot(dy_tile, jnp.swapaxes(down, 1, 2), expert, policy)
+    dhidden = _grouped_dot(dy_tile, jnp.swapaxes(down, 1, 2), blocks.group, policy)
     s = elementary.sigmoid(r.gate)
     dgate = (dhidden * r.up * (s * (1.0 + r.gate * (1.0 - s)))).astype(x.dtype)
     dup = (dhidden * (r.gate * s)).astype(x.dtype)
-    dx = _grouped_dot(dgate, jnp.swapaxes(gate, 1, 2), expert, policy)
-    dx = dx + _grouped_dot(dup, jnp.swapaxes(up, 1, 2), expert, policy)
+    dx = _grouped_dot(dgate, jnp.swapaxes(gate, 1, 2), blocks.group, policy)
+    dx = dx + _grouped_dot(dup, jnp.swapaxes(up, 1, 2), blocks.group, policy)
 
-    gradient = partial(_weight_gradient, blocks.group, experts, leaves, policy)
+    gradient = partial(_weight_gradient, blocks.group, experts)
     weights = gradient(r.x, dgate), gradient(r.x, dup), gradient(r.hidden, dy_tile)
-    return dx.astype(x.dtype).reshape(-1, x.shape[1]), _place(blocks, rows), weights
+    return dx.astype(x.dtype).reshape(-1, x.shape[1]), _place(blocks, local.size), weights
 
 
 def combine(rows: jax.Array, take: jax.Array, weights: jax.Array | None = None) -> jax.Array:
@@ -130,10 +126,10 @@ def slot_dots(rows: jax.Array, take: jax.Array, dout: jax.Array) -> jax.Array:
     return tree_sum(dout.astype(jnp.float32)[:, None, :] * rows[take].astype(jnp.float32))
 
 
-def _weight_gradient(group, per_rank: int, leaves: int, policy: Policy, x, dy) -> jax.Array:
+def _weight_gradient(group, experts: int, x, dy) -> jax.Array:
     """x [n, B, K], dy [n, B, N] of blocks -> float32 [E, K, N].
 
-    A block's rows are added by halving; blocks join their (expert, leaf) group in order.
+    A block's rows are added by halving; blocks join their expert in order.
     """
 
     def add_block(total, block):
@@ -141,6 +137,6 @@ def _weight_gradient(group, per_rank: int, leaves: int, policy: Policy, x, dy) -
         products = a.astype(jnp.float32)[:, :, None] * b.astype(jnp.float32)[:, None, :]
         return total.at[at].add(halving(products)), None
 
-    zero = jnp.zeros((per_rank * leaves, x.shape[-1], dy.shape[-1]), jnp.float32)
+    zero = jnp.zeros((experts, x.shape[-1], dy.shape[-1]), jnp.float32)
     total, _ = lax.scan(add_block, zero, (group, x, dy))
-    return pair_sum(total.reshape(per_rank, leaves, *total.shape[1:]), axis=1)
+    return total
