@@ -38,8 +38,9 @@ def forward(
     The rows [., H] are those of the residual stream that this rank keeps: all T, unless the layout
     cuts them (see `isojax.mesh`).
 
-    Layers repeat with a period, so one period is traced and scanned. remat: recompute a period's
-    inner values in the backward instead of keeping them.
+    Layers repeat with a period, so one period is traced and scanned. remat: recompute a layer's
+    inner values in the backward instead of keeping them; each layer then works on the cache as it
+    is given, and so it comes back, since what a layer found in it would have to be kept too.
     """
     s = Static(model, policy, layout)
     kinds = model.layer_types[: model.period]
@@ -54,31 +55,43 @@ def forward(
             return jnp.int32(0)
         return period * per_period[kind] + index
 
+    def layer(x, cache, p, at):
+        h = rms_norm(x, p["input_norm"], **s.norm)
+        if "attn" in p:
+            y, cache = attention_block(p["attn"], h, batch, cache, at, table, work, s)
+        else:
+            y, cache = delta_block(p["gdn"], h, batch, cache, at, s)
+        x = add(x, y, policy=policy)
+        h = rms_norm(x, p["post_norm"], **s.norm)
+        y = moe(p["moe"], h, s) if "moe" in p else mlp(p["mlp"], h, s)
+        # what is cached serves later calls; a training call's gradient never flows through it
+        return add(x, y, policy=policy), lax.stop_gradient(cache)
+
+    @jax.checkpoint
+    def recomputed(x, p, at):
+        # behind a barrier: work on the given cache alone must not leave the loop over layers
+        x, given = lax.optimization_barrier((x, cache))
+        return layer(x, given, p, at)[0]
+
     def period(carry, scanned):
-        x, cache = carry
+        x, current = carry
         number, layers = scanned
         seen = dict.fromkeys(kinds, 0)
         for kind, p in zip(kinds, layers, strict=True):
-            h = rms_norm(x, p["input_norm"], **s.norm)
-            if kind == "full_attention":
-                at = entry(cache.keys, number, kind, seen[kind])
-                y, cache = attention_block(p["attn"], h, batch, cache, at, table, work, s)
+            pool = cache.keys if kind == "full_attention" else cache.conv
+            at = entry(pool, number, kind, seen[kind])
+            if remat:
+                x = recomputed(x, p, at)
             else:
-                at = entry(cache.conv, number, kind, seen[kind])
-                y, cache = delta_block(p["gdn"], h, batch, cache, at, s)
+                x, current = layer(x, current, p, at)
             seen[kind] += 1
-            x = add(x, y, policy=policy)
-            h = rms_norm(x, p["post_norm"], **s.norm)
-            y = moe(p["moe"], h, s) if "moe" in p else mlp(p["mlp"], h, s)
-            x = add(x, y, policy=policy)
-        # what is cached serves later calls; a training call's gradient never flows through it
-        return (x, lax.stop_gradient(cache)), None
+        return (x, current), None
 
     x = embedding(tokens, params["embed"], **s.ops)
     periods = jnp.arange(model.num_layers // model.period, dtype=jnp.int32)
-    body = jax.checkpoint(period) if remat else period
-    (x, cache), _ = lax.scan(body, (x, cache), (periods, params["layers"]))
-    return rms_norm(x, params["norm"], **s.norm), cache
+    current = None if remat else cache
+    (x, current), _ = lax.scan(period, (x, current), (periods, params["layers"]))
+    return rms_norm(x, params["norm"], **s.norm), cache if remat else current
 
 
 def head(params: dict) -> jax.Array:

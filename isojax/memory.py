@@ -59,7 +59,7 @@ def plan(config: RunConfig) -> dict[str, dict[str, int]]:
     training = {
         "gradients, summed over calls": state,
         "gradients of a call": _FLOAT32 * sum(_local(at, at.param, layout) for at in placed),
-        "rows of the residual stream": stream * (model.num_layers // model.period),
+        "rows of the residual stream": stream * model.num_layers,
         "logits of a vocabulary leaf": rows * leaf * size,
     }
     if model.num_experts:
