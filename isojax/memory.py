@@ -65,6 +65,8 @@ def plan(config: RunConfig) -> dict[str, dict[str, int]]:
     if model.num_experts:
         slots = rows * layout.row_ranks * model.num_experts_per_tok
         training["rows of one layer's experts"] = slots * 3 * model.hidden_size * size
+        kept = slots * 2 * model.moe_intermediate_size * _FLOAT32
+        training["kept products of one layer's experts"] = kept
     return {"always": always, "rollout": rollout, "training call": training}
 
 

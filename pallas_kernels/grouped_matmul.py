@@ -68,18 +68,21 @@ def grouped_swiglu(
     starts: jax.Array,
     sizes: jax.Array,
     *,
+    keep: bool = False,
     tile: MatmulTile | None = None,
-) -> jax.Array:
+) -> jax.Array | tuple[jax.Array, jax.Array]:
     """silu(x gate_g) * (x up_g) of every row: both products in one pass over x, rounded once.
 
     Args:
       x: [R, K] bfloat16, rows sorted by group.
       gate, up: [G, K, N] bfloat16.
       starts, sizes: [G] int32, as in `grouped_matmul`.
+      keep: return both products for `grouped_swiglu_backward` too.
       tile: tile choice; it does not change the result. Its columns (rows if swapped) hold one half.
 
     Returns:
-      [R, N] bfloat16; rows outside every group are left as they were allocated.
+      [R, N] bfloat16; rows outside every group are left as they were allocated. With `keep` also
+      the products in float32, tile by tile in the order of `row_tiles`.
 
     Raises:
       ValueError: for other dtypes, mismatched shapes, or K that is not a multiple of 64.
@@ -93,16 +96,15 @@ def grouped_swiglu(
         g, u = products
         return (g * _sigmoid(g) * u,)
 
-    (hidden,) = _grouped(
-        (x,), (gate, up), starts, sizes, n, 2, False, jnp.bfloat16, 1, epilogue, tile
+    hidden, *kept = _grouped(
+        *((x,), (gate, up), starts, sizes, n, 2, False, jnp.bfloat16, 1, epilogue, tile),
+        keep=keep,
     )
-    return hidden
+    return (hidden, *kept) if keep else hidden
 
 
 def grouped_swiglu_backward(
-    x: jax.Array,
-    gate: jax.Array,
-    up: jax.Array,
+    kept: jax.Array,
     down: jax.Array,
     dy: jax.Array,
     starts: jax.Array,
@@ -110,47 +112,40 @@ def grouped_swiglu_backward(
     *,
     tile: MatmulTile | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Through y = swiglu(x) down: gradients of both products; x gate and x up are recomputed.
+    """Through y = swiglu(x) down: gradients of both products.
 
     Args:
-      x: [R, K] bfloat16, rows sorted by group.
-      gate, up: [G, K, N] bfloat16.
+      kept: what `grouped_swiglu` kept, for the same rows and tile.
       down: [G, N, H] bfloat16.
       dy: [R, H] bfloat16.
       starts, sizes: [G] int32, as in `grouped_matmul`.
-      tile: tile choice of the recomputation, not a swapped one; it does not change the result.
+      tile: tile choice; it does not change the result.
 
     Returns:
       (gradient of x gate, gradient of x up, hidden), each [R, N] bfloat16, rounded once; rows
       outside every group are left as they were allocated.
 
     Raises:
-      ValueError: for other dtypes, mismatched shapes, or K, N or H that is not a multiple of 64.
+      ValueError: for other dtypes, mismatched shapes, or H that is not a multiple of 64.
     """
-    _check((x, x), (gate, up), False)
     _check((dy,), (down,), True)
-    rows, n = x.shape[0], gate.shape[2]
-    tile = tile or MatmulTile(rows=64, cols=64 if n % 128 else 128)
-    if n % tile.cols or tile.swap:
-        raise ValueError(f"{n} columns are not whole tiles of {tile}, or it is swapped")
-    # The last tile reads whole chunks of it, beyond the last row.
-    d_hidden = _grouped(
-        *((dy,), (down,), starts, sizes, n, 1, True, jnp.float32, 1, None),
-        grouped_matmul_tile(rows, gate.shape[0], dy.shape[1]),
-        out_rows=rows + tile.rows * tile.warpgroups,
-    )
+    rows, (groups, n, _) = dy.shape[0], down.shape
+    if tile is None:
+        tile = grouped_swiglu_tile(rows, groups)
 
-    def epilogue(products, row, col, extras):
-        g, u = products
-        place = extras[0].at[pl.ds(row, g.shape[0]), pl.ds(col, g.shape[1])]
-        dh = plgpu.load(place, layout=plgpu.Layout.WGMMA, optimized=False)
+    def epilogue(products, i, j, kept):
+        (dh,) = products
+        span = pl.ds(i, dh.shape[0]), pl.ds(j, dh.shape[1])
+        g, u = (
+            plgpu.load(ref.at[span], layout=plgpu.Layout.WGMMA, optimized=False) for ref in kept
+        )
         s = _sigmoid(g)
         return dh * u * (s * (1.0 + g * (1.0 - s))), dh * (g * s), g * s * u
 
     return tuple(
         _grouped(
-            *((x,), (gate, up), starts, sizes, n, 2, False, jnp.bfloat16, 3, epilogue, tile),
-            extras=d_hidden,
+            *((dy,), (down,), starts, sizes, n, 1, True, jnp.bfloat16, 3, epilogue, tile),
+            kept=kept,
         )
     )
 
@@ -216,14 +211,14 @@ def _grouped(
     epilogue,
     tile,
     *,
-    out_rows=None,
-    extras=(),
+    keep=False,
+    kept=None,
 ):
     """`products` products at once, or one over several contractions, with a common epilogue.
 
     products == 1: sum over i of xs[i] ws[i]; products == len(ws): xs[0] times every ws[i]. The
-    epilogue is `core.store_tile`'s, with `extras` as a last argument if there are any; it makes
-    `results` outputs of `out_rows` rows.
+    epilogue is `core.store_tile`'s and makes `results` outputs; `keep` adds one, with the products
+    themselves. `kept` is such an output: its part that belongs to a tile is handed to the epilogue.
     """
     rows = xs[0].shape[0]
     spans = tile.rows * tile.warpgroups
@@ -231,6 +226,11 @@ def _grouped(
     feature_tiles = pl.cdiv(n, width)
     table, count = row_tiles(starts, sizes, rows, height)
     capacity = table.shape[1] * feature_tiles
+    extras = () if kept is None else (kept,)
+    outs = [jax.ShapeDtypeStruct((rows, n), out_dtype)] * results
+    if keep:
+        shape = (products, capacity, tile.warpgroups, tile.rows, tile.cols)
+        outs.append(jax.ShapeDtypeStruct(shape, jnp.float32))
     ctas = min(core.sm_count(), capacity)
     phases = len(xs)
     phase_steps = [x.shape[1] // core.TILE_K for x in xs]
@@ -239,7 +239,8 @@ def _grouped(
     def body(*refs, smem):
         x_gmem, refs = refs[:phases], refs[phases:]
         w_gmem, (table_gmem, count_gmem, *refs) = refs[: len(ws)], refs[len(ws) :]
-        extra_gmem, out_gmem = refs[: len(extras)], refs[len(extras) :]
+        extra_gmem, refs = refs[: len(extras)], refs[len(extras) :]
+        out_gmem, keep_gmem = refs[:results], refs[results:]
         ring = core.Ring(tile.stages, smem["full"], smem["empty"])
         wg = lax.axis_index("wg")
         cta = lax.axis_index("cta")
@@ -254,7 +255,7 @@ def _grouped(
                 entry, feature = lax.div(index, feature_tiles), lax.rem(index, feature_tiles)
                 group, first, size = (table_gmem[j, entry] for j in range(3))
                 first = pl.multiple_of(first, ROW_ALIGNMENT)
-                return visit(group, first, size, feature * width, step)
+                return visit(index, group, first, size, feature * width, step)
 
             mine = lax.div(lax.max(tiles - cta + ctas - 1, 0), jnp.int32(ctas))
             return lax.fori_loop(0, mine, at, jnp.int32(0))
@@ -263,7 +264,7 @@ def _grouped(
         def _producer():
             core.producer_registers(tile.warpgroups)
 
-            def load(group, first, _, feature, step):
+            def load(_, group, first, __, feature, step):
                 features = pl.ds(feature, width)
                 for phase in range(phases):
 
@@ -302,8 +303,7 @@ def _grouped(
                     else:
                         plgpu.wgmma(acc, x.at[own, :], w.T if transpose_w else w)
 
-            def compute(group, first, valid, feature, step):
-                del group
+            def compute(index, _, first, valid, feature, step):
                 if tile.swap:
                     row, col = feature + wg * tile.rows, first
                 else:
@@ -315,6 +315,13 @@ def _grouped(
                     accs, _ = ring.consume(
                         step, steps, ((tile.rows, tile.cols),) * products, multiply
                     )
+                    for ref in keep_gmem:
+                        for p, acc in enumerate(accs):
+                            ref[p, index, wg] = acc
+                    chunks = epilogue
+                    for ref in extra_gmem:
+                        tiles = [ref.at[p, index, wg] for p in range(ref.shape[0])]
+                        chunks = functools.partial(epilogue, kept=tiles)
                     core.store_tile(
                         accs,
                         smem["out"].at[wg],
@@ -324,9 +331,7 @@ def _grouped(
                         dtype=out_dtype,
                         transposed=tile.swap,
                         valid=valid,
-                        epilogue=(
-                            functools.partial(epilogue, extras=extra_gmem) if extras else epilogue
-                        ),
+                        epilogue=chunks,
                     )
 
                 @pl.when(valid <= 0)
@@ -352,7 +357,7 @@ def _grouped(
     }
     return core.launch(
         body,
-        [jax.ShapeDtypeStruct((out_rows or rows, n), out_dtype)] * results,
+        outs,
         smem,
         ctas=ctas,
         warpgroups=tile.warpgroups,

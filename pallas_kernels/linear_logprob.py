@@ -289,15 +289,17 @@ def logit_gradient(
     extra = (0, -m % (tile.rows * tile.warpgroups))
 
     def epilogue(acc, row, col_tile, wg, extras, outs, smem):
-        def chunk(accs, first_row, first_col):
+        first_col = col_tile * tile.cols
+
+        def chunk(accs, i, j):
             (z,) = accs
-            rows = pl.ds(first_row, z.shape[0])
+            rows = pl.ds(row + i, z.shape[0])
             target, inverse, lse, factor, *kept, at_target = (
                 _load_rows(ref, rows) for ref in extras
             )
             z = _scale(z, inverse)
             column = plgpu.broadcasted_iota(jnp.int32, z.shape, 1, layout=plgpu.Layout.WGMMA)
-            hit = _spread(target - first_col, z) == column
+            hit = _spread(target - (first_col + j), z) == column
             d = jnp.where(hit, _spread(at_target, z), 0.0)
             d = d - _spread(factor, z) * jnp.exp(z - _spread(lse, z))
             if kept:
@@ -311,7 +313,7 @@ def logit_gradient(
             smem["out"].at[wg],
             outs,
             row,
-            col_tile * tile.cols,
+            first_col,
             dtype=jnp.bfloat16,
             transposed=False,
             epilogue=chunk,

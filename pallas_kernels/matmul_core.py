@@ -318,7 +318,7 @@ def launch(body, out_type, smem: dict, *, ctas: int, warpgroups: int, name: str)
 def _chunk(tile: MatmulTile, dtype: jax.typing.DTypeLike) -> tuple[int, int]:
     """The part of a warpgroup's tile that is written out at a time."""
     if tile.swap:
-        return WARPGROUP_ROWS, tile.cols
+        return WARPGROUP_ROWS, tile.cols if tile.cols % WARPGROUP_ROWS else WARPGROUP_ROWS
     return WARPGROUP_ROWS, min(tile.cols, SWIZZLE_BYTES // jnp.dtype(dtype).itemsize)
 
 
@@ -363,8 +363,8 @@ def store_tile(
       dtype: of all results.
       transposed: whether `outs` are transposed to the tile.
       valid: if given, only that many rows of the outs are written; the buffer must be a ragged one.
-      epilogue: `epilogue(chunks, row, col)` makes the results of one chunk of the tiles; by default
-        they are the tiles themselves.
+      epilogue: `epilogue(chunks, i, j)` makes the results of the chunk of the tiles that begins at
+        their row i and column j; by default they are the tiles themselves.
 
     Chunks go through shared memory to TMA, which drops rows and parts of a chunk that lie outside
     an out. A chunk whose columns all do is not sent: in an out that is one chunk wide it would come
@@ -379,7 +379,7 @@ def store_tile(
         for j in range(0, cols, c):
             values = tuple(acc[i : i + r, j : j + c] for acc in accs)
             if epilogue is not None:
-                values = epilogue(values, row + i, col + j)
+                values = epilogue(values, i, j)
             for out, value in zip(outs, values, strict=True):
                 slot = buffer.at[turn % slots]
                 turn += 1

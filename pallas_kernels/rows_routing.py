@@ -8,15 +8,14 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.grouped_matmul import ROW_ALIGNMENT, aligned_starts
-
 _VECTOR = 8
 
 
 class ExpertRows(NamedTuple):
-    """Where the routed rows of some experts lie: by expert, each in token order.
+    """Where the routed rows of some experts lie: by expert, each in token order, in whole blocks.
 
-    starts, sizes: [E] int32, first row (aligned) and number of rows of every expert.
+    starts, sizes: [E] int32, first row and number of rows of every expert, with those of no token
+      that fill its last block.
     place: [T, k] int32, row of every slot; `rows` if its expert is not among these.
     token: [rows] int32, token of every row; T where there is none.
     """
@@ -27,35 +26,37 @@ class ExpertRows(NamedTuple):
     token: jax.Array
 
 
-def expert_rows_capacity(slots: int, experts: int) -> int:
+def expert_rows_capacity(slots: int, experts: int, block: int) -> int:
     """Rows that always suffice for `slots` routed rows of `experts` experts."""
-    return slots + min(slots, experts) * (ROW_ALIGNMENT - 1) + ROW_ALIGNMENT
+    return (slots + min(slots, experts) * (block - 1)) // block * block
 
 
-def expert_rows(chosen: jax.Array, experts: int, rows: int) -> ExpertRows:
+def expert_rows(chosen: jax.Array, experts: int, block: int) -> ExpertRows:
     """Lay out routed rows; integers only, so exact anywhere.
 
     Args:
       chosen: [T, k] int32, the expert of every slot; outside [0, experts) it goes nowhere.
       experts: number of experts.
-      rows: static number of rows, `expert_rows_capacity` or more.
+      block: rows of a block, a multiple of `grouped_matmul.ROW_ALIGNMENT`.
 
     Returns:
       ExpertRows.
     """
     tokens, slots = chosen.shape
+    rows = expert_rows_capacity(chosen.size, experts, block)
     here = (chosen >= 0) & (chosen < experts)
     key = jnp.where(here, chosen, experts).reshape(-1)
     order = jnp.argsort(key, stable=True)
-    sizes = jnp.zeros(experts + 1, jnp.int32).at[key].add(1)
-    rank = jnp.arange(key.size, dtype=jnp.int32) - (jnp.cumsum(sizes) - sizes)[key[order]]
-    starts = aligned_starts(sizes[:experts])
+    counts = jnp.zeros(experts + 1, jnp.int32).at[key].add(1)
+    rank = jnp.arange(key.size, dtype=jnp.int32) - (jnp.cumsum(counts) - counts)[key[order]]
+    sizes = (counts[:experts] + block - 1) // block * block
+    starts = jnp.cumsum(sizes, dtype=jnp.int32) - sizes
     target = jnp.append(starts, rows)[key[order]] + rank
     target = jnp.where(key[order] < experts, target, rows).astype(jnp.int32)
     place = jnp.zeros(key.size, jnp.int32).at[order].set(target)
     token = jnp.full(rows, tokens, jnp.int32)
     token = token.at[target].set((order // slots).astype(jnp.int32), mode="drop")
-    return ExpertRows(starts, sizes[:experts], place.reshape(tokens, slots), token)
+    return ExpertRows(starts, sizes, place.reshape(tokens, slots), token)
 
 
 def _slab(width: int) -> int:

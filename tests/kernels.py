@@ -1,19 +1,26 @@
 """What the kernel tests share: interpretation on a CPU, lowering for CUDA, errors, bits."""
 
 import contextlib
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from isojax.ops import experts
+
 BF16, F32, I32 = jnp.bfloat16, jnp.float32, jnp.int32
 
 
 @contextlib.contextmanager
 def interpreted():
-    """Run Mosaic GPU kernels in the GPU interpreter on the CPU."""
-    with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams()):
+    """Run Mosaic GPU kernels in the GPU interpreter on the CPU.
+
+    It has effects, which jax refuses in a forward that rematerialization may choose.
+    """
+    interpreter = plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams())
+    with interpreter, mock.patch.object(experts._experts, "optimize_remat", False):
         yield
 
 

@@ -15,7 +15,7 @@ from pallas_kernels.grouped_matmul import (
 )
 from pallas_kernels.grouped_matmul_dw import grouped_matmul_dw
 from pallas_kernels.matmul import matmul
-from pallas_kernels.rows_routing import expert_rows, expert_rows_capacity
+from pallas_kernels.rows_routing import expert_rows
 from pallas_kernels.tuning import MatmulTile
 from tests.kernels import BF16, F32, I32, calls_mosaic, error, f64, interpreted, normal, same_bits
 
@@ -95,16 +95,17 @@ def test_several_contractions():
     assert error(out[case.rows], expected) < 1e-6
 
 
-def test_routed_rows_lie_by_expert_and_token():
+@pytest.mark.parametrize("block", [8, 64])
+def test_routed_rows_lie_by_expert_and_token(block):
     tokens, slots, experts = 16, 2, 3
     chosen = np.random.default_rng(0).integers(-1, experts + 1, (tokens, slots))
-    capacity = expert_rows_capacity(tokens * slots, experts)
-    laid = expert_rows(jnp.asarray(chosen, I32), experts, capacity)
+    laid = expert_rows(jnp.asarray(chosen, I32), experts, block)
     starts, sizes, place, token = (np.asarray(x) for x in laid)
-    assert (starts % 8 == 0).all() and (starts + sizes <= capacity).all()
+    capacity = len(token)
+    assert (starts[1:] == (starts + sizes)[:-1]).all() and (starts + sizes <= capacity).all()
     for e in range(experts):
         rows = np.argwhere(chosen == e)
-        assert sizes[e] == len(rows)
+        assert sizes[e] == len(rows) + -len(rows) % block
         for rank, (t, j) in enumerate(rows):
             assert place[t, j] == starts[e] + rank and token[place[t, j]] == t
     nowhere = (chosen < 0) | (chosen >= experts)
@@ -126,14 +127,16 @@ def test_swiglu(tile):
     assert error(out[case.rows], g * sigmoid(g) * u) < 3e-3
 
 
-def test_swiglu_backward():
+@pytest.mark.parametrize("tile", [PLAIN, SWAPPED], ids=["plain", "swapped"])
+def test_swiglu_backward(tile):
     case = Case(64, 64)
     up, down = normal(2, GROUPS, 64, 64), normal(3, GROUPS, 64, 128)
     dy = case.array(4, 128)
+    groups = case.starts, case.sizes
     with interpreted():
-        outs = grouped_swiglu_backward(
-            case.x, case.w, up, down, dy, case.starts, case.sizes, tile=PLAIN
-        )
+        hidden, kept = grouped_swiglu(case.x, case.w, up, *groups, keep=True, tile=tile)
+        outs = grouped_swiglu_backward(kept, down, dy, *groups, tile=tile)
+    assert same_bits(hidden[case.rows], outs[2][case.rows])
     g, u = case.product(case.x, case.w), case.product(case.x, up)
     dh, s = case.product(dy, jnp.swapaxes(down, 1, 2)), sigmoid(g)
     expected = dh * u * s * (1 + g * (1 - s)), dh * g * s, g * s * u
@@ -159,6 +162,7 @@ def test_refusals():
 
 R, DECODE, E, H, N = 83968, 3840, 256, 2048, 512
 GROUP = ((E,), I32)
+KEPT = (2, (R // 128 + E) * (N // 128), 2, 64, 128)
 
 
 @pytest.mark.parametrize(
@@ -177,12 +181,23 @@ GROUP = ((E,), I32)
         (grouped_swiglu, [((R, H), BF16), ((E, H, N), BF16), ((E, H, N), BF16)]),
         (grouped_swiglu, [((DECODE, H), BF16), ((E, H, N), BF16), ((E, H, N), BF16)]),
         (
-            grouped_swiglu_backward,
-            [((R, H), BF16), *[((E, H, N), BF16)] * 2, ((E, N, H), BF16), ((R, H), BF16)],
+            functools.partial(grouped_swiglu, keep=True),
+            [((R, H), BF16), ((E, H, N), BF16), ((E, H, N), BF16)],
         ),
+        (grouped_swiglu_backward, [(KEPT, F32), ((E, N, H), BF16), ((R, H), BF16)]),
         (grouped_matmul_dw, [((R, H), BF16), ((R, N), BF16)]),
     ],
-    ids=["down", "down decode", "f32", "dx", "swiglu", "swiglu decode", "swiglu backward", "dw"],
+    ids=[
+        "down",
+        "down decode",
+        "f32",
+        "dx",
+        "swiglu",
+        "swiglu decode",
+        "swiglu keep",
+        "swiglu backward",
+        "dw",
+    ],
 )
 def test_lowers_for_cuda(function, shapes):
     assert calls_mosaic(function, *shapes, GROUP, GROUP)

@@ -30,31 +30,36 @@ def _evaluation(policy: Policy) -> ModuleType:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _experts(static, x, weights, experts, gate, up, down):
-    return _experts_forward(static, x, weights, experts, gate, up, down)[0]
+    return _evaluate(static, False, x, weights, experts, gate, up, down)[0]
 
 
-def _experts_forward(static, x, weights, experts, gate, up, down):
+def _evaluate(static, keep, x, weights, experts, gate, up, down):
+    """(the op's result, what its gradient wants if it is to be kept)."""
     policy, layout = static
     by, values = _evaluation(policy), tuple(map(weight.value, (gate, up, down)))
     per_rank = values[0].shape[0]
     everyone = everywhere(even(x, 0, layout), layout)
     asked = everywhere(even(experts, -1, layout), layout)
-    y, place = by.forward(policy, everyone, local(asked, per_rank, layout), *values)
+    y, place, kept = by.forward(policy, keep, everyone, local(asked, per_rank, layout), *values)
     rows, take = home(y, place, asked, per_rank, layout)
     out = by.combine(rows, take, own_run(even(weights, 0, layout), layout))
-    saved = (x, weights, experts, gate, up, down, rows, take)
-    return all_runs(out, layout)[: x.shape[0]], saved
+    return all_runs(out, layout)[: x.shape[0]], (rows, take, kept)
+
+
+def _experts_forward(static, *arrays):
+    out, saved = _evaluate(static, True, *arrays)
+    return out, (arrays, saved)
 
 
 def _experts_backward(static, saved, dout):
     policy, layout = static
-    x, weights, experts, gate, up, down, rows, take = saved
+    (x, weights, experts, gate, up, down), (rows, take, kept) = saved
     by, values = _evaluation(policy), tuple(map(weight.value, (gate, up, down)))
     per_rank = values[0].shape[0]
     dweights = by.slot_dots(rows, take, own_run(dout, layout))
     asked = everywhere(experts, layout)
     dx, place, dws = by.backward(
-        policy, everywhere(x, layout), local(asked, per_rank, layout),
+        policy, kept, everywhere(x, layout), local(asked, per_rank, layout),
         everywhere(weights, layout), everywhere(dout, layout), *values,
     )  # fmt: skip
     dx = by.combine(*home(dx, place, asked, per_rank, layout))
@@ -62,7 +67,8 @@ def _experts_backward(static, saved, dout):
     return all_runs(dx, layout), all_runs(dweights, layout), None, *cotangents
 
 
-_experts.defvjp(_experts_forward, _experts_backward)
+# a forward whose gradient is going to run it again keeps nothing
+_experts.defvjp(_experts_forward, _experts_backward, optimize_remat=True)
 
 
 @op("experts", static=("policy", "layout"))

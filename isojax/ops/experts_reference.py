@@ -81,18 +81,21 @@ def _up(policy: Policy, x, blocks: _Blocks, top_k: int, gate, up) -> _Routed:
     return _Routed(tile, g, u, (elementary.silu(g) * u).astype(x.dtype))
 
 
-def forward(policy: Policy, x, local, gate, up, down) -> tuple[jax.Array, jax.Array]:
-    """x [tokens, H], local int32 [tokens, k] -> (results [R, H], row of every slot)."""
+def forward(policy: Policy, keep: bool, x, local, gate, up, down):
+    """x [tokens, H], local int32 [tokens, k] -> (results [R, H], row of every slot, what `backward`
+    wants of this besides if it is to be kept, or None)."""
+    del keep  # the gradient computes everything anew
     experts, top_k = gate.shape[0], local.shape[1]
     blocks = _blocks(local.reshape(-1), experts, policy.dot_width)
     hidden = _up(policy, x, blocks, top_k, gate, up).hidden
     y = _grouped_dot(hidden, down, blocks.group, policy).astype(x.dtype)
-    return y.reshape(-1, x.shape[1]), _place(blocks, local.size)
+    return y.reshape(-1, x.shape[1]), _place(blocks, local.size), None
 
 
-def backward(policy: Policy, x, local, share, dout, gate, up, down):
-    """share float32 [tokens, k], dout [tokens, H] -> (gradients by rows of x [R, H], row of every
-    slot, float32 gradients by gate, up and down)."""
+def backward(policy: Policy, kept: None, x, local, share, dout, gate, up, down):
+    """kept of `forward`, share float32 [tokens, k], dout [tokens, H] -> (gradients by rows of x
+    [R, H], row of every slot, float32 gradients by gate, up and down)."""
+    del kept
     experts, top_k = gate.shape[0], local.shape[1]
     blocks = _blocks(local.reshape(-1), experts, policy.dot_width)
     r = _up(policy, x, blocks, top_k, gate, up)
