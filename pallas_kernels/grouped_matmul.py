@@ -221,15 +221,14 @@ def _grouped(
     themselves. `kept` is such an output: its part that belongs to a tile is handed to the epilogue.
     """
     rows = xs[0].shape[0]
-    spans = tile.rows * tile.warpgroups
-    height, width = (tile.cols, spans) if tile.swap else (spans, tile.cols)
+    height, width = (tile.cols, tile.height) if tile.swap else (tile.height, tile.cols)
     feature_tiles = pl.cdiv(n, width)
     table, count = row_tiles(starts, sizes, rows, height)
     capacity = table.shape[1] * feature_tiles
     extras = () if kept is None else (kept,)
     outs = [jax.ShapeDtypeStruct((rows, n), out_dtype)] * results
     if keep:
-        shape = (products, capacity, tile.warpgroups, tile.rows, tile.cols)
+        shape = (products, capacity, tile.readers, tile.rows, tile.cols)
         outs.append(jax.ShapeDtypeStruct(shape, jnp.float32))
     ctas = min(core.sm_count(), capacity)
     phases = len(xs)
@@ -241,7 +240,7 @@ def _grouped(
         w_gmem, (table_gmem, count_gmem, *refs) = refs[: len(ws)], refs[len(ws) :]
         extra_gmem, refs = refs[: len(extras)], refs[len(extras) :]
         out_gmem, keep_gmem = refs[:results], refs[results:]
-        ring = core.Ring(tile.stages, smem["full"], smem["empty"])
+        ring = core.Ring(tile, smem["full"], smem["empty"])
         wg = lax.axis_index("wg")
         cta = lax.axis_index("cta")
         # Both operands by role: lhs has the side of 64, rhs the side of 8.
@@ -255,7 +254,7 @@ def _grouped(
                 entry, feature = lax.div(index, feature_tiles), lax.rem(index, feature_tiles)
                 group, first, size = (table_gmem[j, entry] for j in range(3))
                 first = pl.multiple_of(first, ROW_ALIGNMENT)
-                return visit(index, group, first, size, feature * width, step)
+                return visit((i, index), group, first, size, feature * width, step)
 
             mine = lax.div(lax.max(tiles - cta + ctas - 1, 0), jnp.int32(ctas))
             return lax.fori_loop(0, mine, at, jnp.int32(0))
@@ -264,7 +263,8 @@ def _grouped(
         def _producer():
             core.producer_registers(tile.warpgroups)
 
-            def load(_, group, first, __, feature, step):
+            def load(index, group, first, _, feature, step):
+                turn = ring.of_turn(index[0])
                 features = pl.ds(feature, width)
                 for phase in range(phases):
 
@@ -283,7 +283,7 @@ def _grouped(
                                 barrier,
                             )
 
-                    step = ring.produce(step, phase_steps[phase], issue)
+                    step = turn.produce(step, phase_steps[phase], issue)
                 return step
 
             ring.drain(for_each_tile(load))
@@ -291,7 +291,8 @@ def _grouped(
         @pl.when(wg < tile.warpgroups)
         def _consumer():
             core.consumer_registers(tile.warpgroups)
-            own = pl.ds(wg * tile.rows, tile.rows)
+            part = core.first_row(tile, wg)
+            own = pl.ds(part, tile.rows)
 
             def multiply(_, slot, *accs):
                 x = smem[x_stage].at[slot]
@@ -303,24 +304,26 @@ def _grouped(
                     else:
                         plgpu.wgmma(acc, x.at[own, :], w.T if transpose_w else w)
 
-            def compute(index, _, first, valid, feature, step):
+            def compute(index, first, valid, feature, step):
+                turn, index = ring.of_turn(index[0]), index[1]
                 if tile.swap:
-                    row, col = feature + wg * tile.rows, first
+                    row, col = feature + part, first
                 else:
-                    row, col = first + wg * tile.rows, feature
-                    valid = valid - wg * tile.rows
+                    row, col = first + part, feature
+                    valid = valid - part
 
                 @pl.when(valid > 0)
                 def _product():
-                    accs, _ = ring.consume(
+                    place = 0 if tile.turns else wg
+                    accs, _ = turn.consume(
                         step, steps, ((tile.rows, tile.cols),) * products, multiply
                     )
                     for ref in keep_gmem:
                         for p, acc in enumerate(accs):
-                            ref[p, index, wg] = acc
+                            ref[p, index, place] = acc
                     chunks = epilogue
                     for ref in extra_gmem:
-                        tiles = [ref.at[p, index, wg] for p in range(ref.shape[0])]
+                        tiles = [ref.at[p, index, place] for p in range(ref.shape[0])]
                         chunks = functools.partial(epilogue, kept=tiles)
                     core.store_tile(
                         accs,
@@ -336,11 +339,14 @@ def _grouped(
 
                 @pl.when(valid <= 0)
                 def _nothing():
-                    ring.skip(step, steps)
+                    turn.skip(step, steps)
 
+            def visit(index, _, first, valid, feature, step):
+                work = functools.partial(compute, index, first, valid, feature, step)
+                core.in_turn(tile, wg, index[0], work)
                 return step + steps
 
-            for_each_tile(compute)
+            for_each_tile(visit)
             plgpu.wait_smem_to_gmem(0)
 
     x_tile = (height, core.TILE_K)
@@ -353,7 +359,7 @@ def _grouped(
         "lhs": stages["w" if tile.swap else "x"],
         "rhs": stages["x" if tile.swap else "w"],
         "out": core.store_buffer(tile, out_dtype, ragged=True),
-        **core.Ring.barriers(tile.stages, copies=1 + products, consumers=tile.warpgroups),
+        **core.Ring.barriers(tile, copies=1 + products),
     }
     return core.launch(
         body,

@@ -11,6 +11,8 @@ No mesh axis cuts this sum, since an expert lies on one rank, which sees the tok
 it has no leaves.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -54,14 +56,14 @@ def grouped_matmul_dw(
         raise ValueError(f"{x.shape} and {dy.shape}: rows must agree and sides be multiples of 8")
     groups = sizes.shape[0]
     tile = tile or grouped_dw_tile()
-    cta_rows = tile.rows * tile.warpgroups
+    cta_rows = tile.height
     row_tiles, col_tiles = pl.cdiv(k, cta_rows), pl.cdiv(n, tile.cols)
     tiles = groups * row_tiles * col_tiles
     ctas = min(core.sm_count(), tiles)
-    share = tile.cols // tile.warpgroups
+    share = tile.cols // tile.readers
 
     def body(x_gmem, dy_gmem, starts_gmem, sizes_gmem, dw_gmem, smem):
-        ring = core.Ring(tile.stages, smem["full"], smem["empty"])
+        ring = core.Ring(tile, smem["full"], smem["empty"])
         wg = lax.axis_index("wg")
         cta = lax.axis_index("cta")
 
@@ -76,7 +78,7 @@ def grouped_matmul_dw(
                     lax.rem(index, row_tiles * col_tiles),
                 )
                 row, col = lax.div(place, col_tiles), lax.rem(place, col_tiles)
-                return visit(group, row * cta_rows, col * tile.cols, step)
+                return visit(i, group, row * cta_rows, col * tile.cols, step)
 
             count = lax.div(tiles - cta + ctas - 1, jnp.int32(ctas))
             return lax.fori_loop(0, count, at, jnp.int32(0))
@@ -85,7 +87,8 @@ def grouped_matmul_dw(
         def _producer():
             core.producer_registers(tile.warpgroups)
 
-            def load(group, row, col, step):
+            def load(i, group, row, col, step):
+                turn = ring.of_turn(i)
                 start = pl.multiple_of(starts_gmem[group], ROW_ALIGNMENT)
 
                 def issue(i, slot, barrier):
@@ -97,17 +100,18 @@ def grouped_matmul_dw(
                         dy_gmem.at[span, pl.ds(col, tile.cols)], smem["rhs"].at[slot], barrier
                     )
 
-                return ring.produce(step, blocks(sizes_gmem[group]), issue)
+                return turn.produce(step, blocks(sizes_gmem[group]), issue)
 
             ring.drain(for_each_tile(load))
 
         @pl.when(wg < tile.warpgroups)
         def _consumer():
             core.consumer_registers(tile.warpgroups)
-            own = pl.ds(wg * tile.rows, tile.rows)
+            first = core.first_row(tile, wg)
+            own = pl.ds(first, tile.rows)
+            mask = pl.ds(0 if tile.turns else wg * share, share)
 
-            def compute(group, row, col, step):
-                size = sizes_gmem[group]
+            def compute(turn, group, size, row, col, step):
 
                 def multiply(i, slot, acc):
                     lhs, rhs = smem["lhs"].at[slot], smem["rhs"].at[slot]
@@ -116,34 +120,40 @@ def grouped_matmul_dw(
                     @pl.when(left < core.TILE_K)
                     def _mask():
                         _keep_rows(lhs.at[:, own], left)
-                        _keep_rows(rhs.at[:, pl.ds(wg * share, share)], left)
+                        _keep_rows(rhs.at[:, mask], left)
                         plgpu.commit_smem()
-                        plgpu.barrier_arrive(smem["masked"])
-                        plgpu.barrier_wait(smem["masked"])
+                        if tile.readers > 1:
+                            plgpu.barrier_arrive(smem["masked"])
+                            plgpu.barrier_wait(smem["masked"])
 
                     plgpu.wgmma(acc, lhs.at[:, own].T, rhs)
 
-                accs, step = ring.consume(step, blocks(size), ((tile.rows, tile.cols),), multiply)
+                accs, _ = turn.consume(step, blocks(size), ((tile.rows, tile.cols),), multiply)
                 core.store_tile(
                     accs,
                     smem["out"].at[wg],
                     (dw_gmem.at[group],),
-                    row + wg * tile.rows,
+                    row + first,
                     col,
                     dtype=out_dtype,
                     transposed=False,
                 )
-                return step
 
-            for_each_tile(compute)
+            def visit(i, group, row, col, step):
+                size = sizes_gmem[group]
+                work = functools.partial(compute, ring.of_turn(i), group, size, row, col, step)
+                core.in_turn(tile, wg, i, work)
+                return step + blocks(size)
+
+            for_each_tile(visit)
             plgpu.wait_smem_to_gmem(0)
 
     smem = {
         "lhs": core.swizzled((tile.stages, core.TILE_K, cta_rows), jnp.bfloat16),
         "rhs": core.swizzled((tile.stages, core.TILE_K, tile.cols), jnp.bfloat16),
         "out": core.store_buffer(tile, out_dtype),
-        "masked": plgpu.Barrier(num_arrivals=tile.warpgroups),
-        **core.Ring.barriers(tile.stages, copies=2, consumers=tile.warpgroups),
+        "masked": plgpu.Barrier(num_arrivals=tile.readers),
+        **core.Ring.barriers(tile, copies=2),
     }
     (dw,) = core.launch(
         body,

@@ -286,7 +286,7 @@ def logit_gradient(
         vectors += [threshold, lse_kept, grad_kept * inverse_temperature]
         at_target = at_target + vectors[-1]
     vectors.append(at_target)
-    extra = (0, -m % (tile.rows * tile.warpgroups))
+    extra = (0, -m % tile.height)
 
     def epilogue(acc, row, col_tile, wg, extras, outs, smem):
         first_col = col_tile * tile.cols

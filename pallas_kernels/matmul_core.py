@@ -47,22 +47,42 @@ def swizzled(shape: tuple[int, ...], dtype: jax.typing.DTypeLike, rows: int = 8)
 
 @dataclasses.dataclass(frozen=True)
 class Ring:
-    """The barriers of the ring: `full[s]` says stage s is loaded, `empty[s]` that it is free."""
+    """The barriers of the ring: `full[s]` says stage s is loaded, `empty[s]` that it is free.
 
-    stages: int
+    Warpgroups that take tiles by turns have a set of `full` each: who waits on a barrier has to see
+    every one of its phases.
+    """
+
+    tile: MatmulTile
     full: jax.Array
     empty: jax.Array
+    first: jax.Array | int = 0  # of the barriers `full` in use
 
     @staticmethod
-    def barriers(stages: int, copies: int, consumers: int) -> dict[str, plgpu.Barrier]:
+    def barriers(tile: MatmulTile, copies: int) -> dict[str, plgpu.Barrier]:
         """Barrier allocations; `copies` is the number of TMA copies that fill one stage."""
+        sets, readers = (tile.warpgroups, 1) if tile.turns else (1, tile.warpgroups)
         return {
-            "full": plgpu.Barrier(num_arrivals=copies, num_barriers=stages),
-            "empty": plgpu.Barrier(num_arrivals=consumers, num_barriers=stages),
+            "full": plgpu.Barrier(num_arrivals=copies, num_barriers=sets * tile.stages),
+            "empty": plgpu.Barrier(num_arrivals=readers, num_barriers=tile.stages),
         }
+
+    @property
+    def stages(self) -> int:
+        return self.tile.stages
+
+    def of_turn(self, index: jax.Array) -> "Ring":
+        """The ring as the producer and the one consumer of the block's tile `index` see it."""
+        if not self.tile.turns:
+            return self
+        first = lax.rem(index, jnp.int32(self.tile.warpgroups)) * self.stages
+        return dataclasses.replace(self, first=first)
 
     def slot(self, step: jax.Array) -> jax.Array:
         return lax.rem(step, jnp.int32(self.stages))
+
+    def _loaded(self, slot: jax.Array):
+        return self.full.at[self.first + slot]
 
     def produce(self, step: jax.Array, steps: int | jax.Array, issue: Callable) -> jax.Array:
         """Fill `steps` stages: `issue(k, slot, barrier)` starts the copies of the k-th of them."""
@@ -74,7 +94,7 @@ class Ring:
             def _wait_until_free():
                 plgpu.barrier_wait(self.empty.at[slot])
 
-            issue(k, slot, self.full.at[slot])
+            issue(k, slot, self._loaded(slot))
             return step + 1
 
         return lax.fori_loop(0, steps, fill, step)
@@ -94,7 +114,7 @@ class Ring:
 
         def body(i, _):
             slot = self.slot(step + i)
-            plgpu.barrier_wait(self.full.at[slot])
+            plgpu.barrier_wait(self._loaded(slot))
             plgpu.barrier_arrive(self.empty.at[slot])
 
         lax.fori_loop(0, steps, body, None)
@@ -117,7 +137,7 @@ class Ring:
         def scope(*refs):
             def issue(k, step):
                 slot = self.slot(step)
-                plgpu.barrier_wait(self.full.at[slot])
+                plgpu.barrier_wait(self._loaded(slot))
                 multiply(k, slot, *refs)
 
             def body(k, step):
@@ -228,7 +248,7 @@ class Holds:
 
 def shared_bytes(tile: MatmulTile, leaves: int, out_dtype: jax.typing.DTypeLike) -> int:
     """Shared memory that a dense product's ring, waiting sums and outgoing tiles take."""
-    stage = (tile.rows * tile.warpgroups + tile.cols) * TILE_K * 2
+    stage = (tile.height + tile.cols) * TILE_K * 2
     if Holds.of(leaves, tile).in_smem:
         rest = tile.rows * tile.cols * 4
     else:
@@ -277,6 +297,19 @@ def whole_lines(x: jax.Array) -> jax.Array:
     rows, cols = x.shape
     extra = ((0, whole_rows(rows) - rows), (0, whole_cols(cols) - cols))
     return jnp.pad(x, extra) if any(after for _, after in extra) else x
+
+
+def first_row(tile: MatmulTile, wg: jax.Array) -> jax.Array | int:
+    """First row of consumer warpgroup `wg` in the block's tile."""
+    return 0 if tile.turns else wg * tile.rows
+
+
+def in_turn(tile: MatmulTile, wg: jax.Array, index: jax.Array, work: Callable[[], None]) -> None:
+    """`work()`, unless another consumer warpgroup than `wg` has the block's tile `index`."""
+    if tile.turns:
+        pl.when(lax.rem(index, jnp.int32(tile.warpgroups)) == wg)(work)
+    else:
+        work()
 
 
 PRODUCER_REGISTERS = 56

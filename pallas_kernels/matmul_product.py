@@ -56,11 +56,11 @@ def product(
     Returns:
       The outputs.
     """
-    cta_rows = tile.rows * tile.warpgroups
+    cta_rows = tile.height
     row_tiles = pl.cdiv(rows, cta_rows)
     tiles = row_tiles * col_tiles
     phase_steps = [pl.cdiv(k // leaves, core.TILE_K) for k in contractions]
-    phases = len(phase_steps)
+    phases, steps = len(phase_steps), leaves * sum(phase_steps)
     holds = core.Holds.of(leaves, tile)
     ctas = min(core.sm_count(), tiles)
 
@@ -69,7 +69,7 @@ def product(
         lhs_gmem, rhs_gmem, refs = refs[:phases], refs[phases : 2 * phases], refs[2 * phases :]
         extra_gmem, refs = refs[: len(extras)], refs[len(extras) :]
         out_gmem, scratch = refs[: len(out_type)], refs[len(out_type) :]
-        ring = core.Ring(tile.stages, smem["full"], smem["empty"])
+        ring = core.Ring(tile, smem["full"], smem["empty"])
         wg = lax.axis_index("wg")
         cta = lax.axis_index("cta")
 
@@ -78,7 +78,7 @@ def product(
                 r, c = plgpu.planar_snake(
                     cta + i * ctas, (row_tiles, col_tiles), tile.minor, tile.band
                 )
-                return visit(r * cta_rows, c, step)
+                return visit(i, r * cta_rows, c, step)
 
             count = lax.div(tiles - cta + ctas - 1, jnp.int32(ctas))
             return lax.fori_loop(0, count, at, jnp.int32(0))
@@ -87,7 +87,8 @@ def product(
         def _producer():
             core.producer_registers(tile.warpgroups)
 
-            def load(row, col_tile, step):
+            def load(i, row, col_tile, step):
+                turn = ring.of_turn(i)
                 row_span, col_span = pl.ds(row, cta_rows), pl.ds(col_of(col_tile), tile.cols)
 
                 def issue(i, slot, barrier, leaf, phase):
@@ -103,7 +104,7 @@ def product(
                 def load_leaf(leaf, step):
                     for phase, steps in enumerate(phase_steps):
                         fill = functools.partial(issue, leaf=leaf, phase=phase)
-                        step = ring.produce(step, steps, fill)
+                        step = turn.produce(step, steps, fill)
                     return step
 
                 return lax.fori_loop(0, leaves, load_leaf, step)
@@ -113,7 +114,8 @@ def product(
         @pl.when(wg < tile.warpgroups)
         def _consumer():
             core.consumer_registers(tile.warpgroups)
-            own = pl.ds(wg * tile.rows, tile.rows)
+            first = core.first_row(tile, wg)
+            own = pl.ds(first, tile.rows)
 
             def multiply(_, slot, acc):
                 a = smem["lhs"].at[slot]
@@ -121,25 +123,30 @@ def product(
                 b = smem["rhs"].at[slot]
                 plgpu.wgmma(acc, a, b.T if rhs_transposed else b)
 
-            def compute(row, col_tile, step):
+            def compute(turn, row, col_tile, step):
+                row = row + first
+
                 def leaf():
                     nonlocal step
-                    (value,), step = ring.consume(
+                    (value,), step = turn.consume(
                         step, sum(phase_steps), ((tile.rows, tile.cols),), multiply
                     )
                     return value
 
                 acc = holds.sum(leaf, leaves, smem, scratch, cta, wg)
-                epilogue(acc, row + wg * tile.rows, col_tile, wg, extra_gmem, out_gmem, smem)
-                return step
+                epilogue(acc, row, col_tile, wg, extra_gmem, out_gmem, smem)
 
-            for_each_tile(compute)
+            def visit(i, row, col_tile, step):
+                core.in_turn(tile, wg, i, lambda: compute(ring.of_turn(i), row, col_tile, step))
+                return step + steps
+
+            for_each_tile(visit)
             plgpu.wait_smem_to_gmem(0)
 
     stages = {
         "lhs": _stages(tile.stages, cta_rows, lhs_transposed),
         "rhs": _stages(tile.stages, tile.cols, not rhs_transposed),
-        **core.Ring.barriers(tile.stages, copies=2, consumers=tile.warpgroups),
+        **core.Ring.barriers(tile, copies=2),
         **({} if out_dtype is None else holds.smem(out_dtype)),
     }
     outs = core.launch(

@@ -14,6 +14,8 @@ class MatmulTile:
       cols: columns, shared by the warpgroups; a multiple of 8 up to 256, and of 64 where the
         contraction is not the operand's last axis.
       warpgroups: consumer warpgroups, stacked along the rows.
+      turns: consumer warpgroups take whole tiles by turns instead: one multiplies while the other
+        writes its tile out.
       stages: stages of the ring in shared memory.
       swap: rows are the output's columns (N) and columns its rows (M).
       minor: the tile axis that neighbouring blocks differ in (0 rows, 1 columns).
@@ -26,12 +28,23 @@ class MatmulTile:
     rows: int
     cols: int
     warpgroups: int = 2
+    turns: bool = False
     stages: int = 4
     swap: bool = False
     minor: int = 1
     band: int = 8
     slots: int = 2
     smem_hold: bool = False
+
+    @property
+    def height(self) -> int:
+        """Rows of what the warpgroups work on together."""
+        return self.rows * (1 if self.turns else self.warpgroups)
+
+    @property
+    def readers(self) -> int:
+        """Warpgroups that read a stage of the ring."""
+        return 1 if self.turns else self.warpgroups
 
 
 SHARED_MEMORY = 226 * 1024  # bytes that a block's ring, waiting sums and outgoing tiles may take
