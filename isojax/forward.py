@@ -91,7 +91,7 @@ def forward(
     periods = jnp.arange(model.num_layers // model.period, dtype=jnp.int32)
     current = None if remat else cache
     (x, current), _ = lax.scan(period, (x, current), (periods, params["layers"]))
-    return rms_norm(x, params["norm"], **s.norm), cache if remat else current
+    return rms_norm(x, params["norm"], **s.norm), cache if current is None else current
 
 
 def head(params: dict) -> jax.Array:

@@ -18,6 +18,7 @@ fixed tree in place of the running order.
 """
 
 import functools
+import math
 from typing import NamedTuple
 
 import jax
@@ -28,7 +29,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import matmul_core as core
 from pallas_kernels.matmul_product import product
-from pallas_kernels.tuning import MatmulTile, logprob_tile
+from pallas_kernels.tuning import MatmulTile, logit_gradient_tile, logprob_tile
 
 BLOCK = 256  # columns of a block: one wgmma tile, so that a block is reduced inside a warpgroup
 ROWS = core.WARPGROUP_ROWS
@@ -80,9 +81,7 @@ def linear_logprob_stats(
     place = jnp.where(here, place, 0).astype(jnp.int32)
     column = jnp.where(here, targets % leaf_width % BLOCK, -1).astype(jnp.int32)
     wanted = jnp.where(here, place, -1)
-    # Blocks that hold a target of a group of 64 rows: the others need not look for one.
-    hits = jnp.zeros((padded // ROWS, leaves * blocks), jnp.int32)
-    hits = hits.at[jnp.arange(m) // ROWS, place].max(here.astype(jnp.int32))
+    hits = _target_blocks(here, place, padded, leaves * blocks)
 
     def epilogue(acc, row, block, _, extras, outs, __):
         hits_gmem, wanted_gmem, column_gmem, inverse_gmem, *threshold_gmem = extras
@@ -261,9 +260,14 @@ def logit_gradient(
 ) -> jax.Array:
     """Gradient with respect to some columns' logits, which are recomputed.
 
-        d[r, j] = inverse_temperature[r] (grad[r] (hit - exp(z - lse[r]))
-                  + grad_kept[r] (hit - [z >= threshold[r]] exp(z - lse_kept[r])))
-        hit = 1 if j == targets[r] else 0
+        d[r, j] = exp(z - lse[r]) w[r, j] + hit g[r]
+        w[r, j] = -inverse_temperature[r] (
+                      grad[r] + [z >= threshold[r]] grad_kept[r] exp(lse[r] - lse_kept[r]))
+        g[r] = inverse_temperature[r] (grad[r] + grad_kept[r]);    hit = 1 if j == targets[r] else 0
+
+    The kept set's probability is the full one times a row's factor, so an element takes one
+    exponential: a power of two by the special function unit, whose error of some 2^-22 vanishes in
+    the rounding to bfloat16.
 
     Args:
       hidden: [M, K] bfloat16.
@@ -277,36 +281,45 @@ def logit_gradient(
       [M, V] bfloat16.
     """
     m, k, v, _ = _check(hidden, lm_head, 1)
-    tile = tile or logprob_tile()
+    tile = tile or logit_gradient_tile()
     # A row's factors are multiplied out beforehand: the tile has little time for arithmetic.
-    vectors = [inverse_temperature, gradients.lse, gradients.grad * inverse_temperature]
-    at_target = vectors[2]
+    grad, base_two = gradients.grad * inverse_temperature, math.log2(math.e)
+    vectors = [inverse_temperature, gradients.lse * base_two, -grad]
     if gradients.kept is not None:
         threshold, lse_kept, grad_kept = gradients.kept
-        vectors += [threshold, lse_kept, grad_kept * inverse_temperature]
-        at_target = at_target + vectors[-1]
-    vectors.append(at_target)
-    extra = (0, -m % tile.height)
+        grad_kept = grad_kept * inverse_temperature
+        vectors += [threshold, -grad - grad_kept * jnp.exp(gradients.lse - lse_kept)]
+        grad = grad + grad_kept
+    padded, col_tiles = m + -m % tile.height, pl.cdiv(v, tile.cols)
+    here = jnp.logical_and(targets >= 0, targets < v)
+    hits = _target_blocks(here, targets // tile.cols, padded, col_tiles)
 
     def epilogue(acc, row, col_tile, wg, extras, outs, smem):
+        hits_gmem, *row_gmem = extras
         first_col = col_tile * tile.cols
+        loaded = {}
 
         def chunk(accs, i, j):
             (z,) = accs
-            rows = pl.ds(row + i, z.shape[0])
-            target, inverse, lse, factor, *kept, at_target = (
-                _load_rows(ref, rows) for ref in extras
-            )
+            if i not in loaded:
+                rows = pl.ds(row + i, ROWS)
+                hit = hits_gmem[lax.div(row + i, jnp.int32(ROWS)), col_tile] > 0
+                loaded[i] = hit, [_load_rows(ref, rows) for ref in row_gmem]
+            hit, (target, at_target, inverse, lse, factor, *kept) = loaded[i]
             z = _scale(z, inverse)
-            column = plgpu.broadcasted_iota(jnp.int32, z.shape, 1, layout=plgpu.Layout.WGMMA)
-            hit = _spread(target - (first_col + j), z) == column
-            d = jnp.where(hit, _spread(at_target, z), 0.0)
-            d = d - _spread(factor, z) * jnp.exp(z - _spread(lse, z))
+            p = jnp.exp2(z * base_two - _spread(lse, z))
+            w = _spread(factor, z)
             if kept:
-                threshold, lse_kept, factor = kept
-                p = jnp.exp(z - _spread(lse_kept, z))
-                d = d - _spread(factor, z) * jnp.where(z >= _spread(threshold, z), p, 0.0)
-            return (d,)
+                threshold, factor_kept = kept
+                w = jnp.where(z >= _spread(threshold, z), _spread(factor_kept, z), w)
+            d = lax.optimization_barrier(p * w)  # rounded, whether or not something is added
+
+            def add_target(d):
+                column = plgpu.broadcasted_iota(jnp.int32, d.shape, 1, layout=plgpu.Layout.WGMMA)
+                hit = _spread(target - (first_col + j), d) == column
+                return jnp.where(hit, d + _spread(at_target, d), d)
+
+            return (lax.cond(hit, add_target, lambda d: d, d),)
 
         core.store_tile(
             (acc,),
@@ -319,19 +332,25 @@ def logit_gradient(
             epilogue=chunk,
         )
 
+    extra = (0, padded - m)
     (out,) = product(
         (core.whole_lines(hidden),),
         (lm_head,),
-        (jnp.pad(targets, extra, constant_values=-1), *(jnp.pad(x, extra) for x in vectors)),
+        (
+            hits,
+            jnp.pad(targets, extra, constant_values=-1),
+            *(jnp.pad(x, extra) for x in (grad, *vectors)),
+        ),
         contractions=(k,),
         rows=m,
-        col_tiles=pl.cdiv(v, tile.cols),
+        col_tiles=col_tiles,
         col_of=lambda c: c * tile.cols,
         tile=tile,
         epilogue=epilogue,
         out_type=[jax.ShapeDtypeStruct((core.whole_rows(m), v), jnp.bfloat16)],
         out_dtype=jnp.bfloat16,
         name="logit_gradient",
+        fast_exp=True,
     )
     return out if out.shape[0] == m else out[:m]
 
@@ -353,6 +372,16 @@ def _check(hidden, lm_head, leaves):
     if hidden.shape[1] != lm_head.shape[0] or hidden.shape[1] % 8:
         raise ValueError(f"{hidden.shape} by {lm_head.shape}: K must agree, a multiple of 8")
     return *hidden.shape, *_leaf_blocks(lm_head.shape[1], leaves)
+
+
+def _target_blocks(here, block, rows: int, blocks: int) -> jax.Array:
+    """[rows / ROWS, blocks] int32: 1 where one of ROWS rows has its target; others need not look.
+
+    here: [M] whether a row has a target among the columns. block: [M] int32, that of the target.
+    """
+    hits = jnp.zeros((rows // ROWS, blocks), jnp.int32)
+    group = jnp.arange(here.shape[0]) // ROWS
+    return hits.at[group, jnp.where(here, block, 0)].max(here.astype(jnp.int32))
 
 
 def _block_start(block, *, blocks: int, leaf_width: int):

@@ -326,7 +326,9 @@ def consumer_registers(consumers: int) -> None:
         plgpu.set_max_registers((512 - PRODUCER_REGISTERS) // consumers // 8 * 8, action="increase")
 
 
-def launch(body, out_type, smem: dict, *, ctas: int, warpgroups: int, name: str):
+def launch(
+    body, out_type, smem: dict, *, ctas: int, warpgroups: int, name: str, fast_exp: bool = False
+):
     """A persistent kernel of `ctas` blocks: `warpgroups` consumers and, last, one producer.
 
     `body(*operands, *outputs, smem=smem)` runs in every warpgroup, with axes "cta" and "wg"; `smem`
@@ -344,7 +346,7 @@ def launch(body, out_type, smem: dict, *, ctas: int, warpgroups: int, name: str)
         num_threads=warpgroups + 1,
         thread_name="wg",
         kernel_name=name,
-        compiler_params=plgpu.CompilerParams(),
+        compiler_params=plgpu.CompilerParams(approx_math=fast_exp),
     )
 
 

@@ -34,6 +34,7 @@ def product(
     leaves: int = 1,
     lhs_transposed: bool = False,
     rhs_transposed: bool = False,
+    fast_exp: bool = False,
 ) -> Sequence[jax.Array]:
     """Run `epilogue` on every tile of the sum over i of lhs[i] rhs[i].
 
@@ -52,6 +53,8 @@ def product(
       name: the kernel's name.
       leaves: parts of every K_i that are summed apart and combined in a binary tree; leaf l sums
         its part of K_0, then that of K_1, and so on, in one accumulator.
+      lhs_transposed, rhs_transposed: as above.
+      fast_exp: exponentials of the epilogue by the special function unit alone.
 
     Returns:
       The outputs.
@@ -156,6 +159,7 @@ def product(
         ctas=ctas,
         warpgroups=tile.warpgroups,
         name=name,
+        fast_exp=fast_exp,
     )(*lhs, *rhs, *extras)
     return outs[: len(out_type)]
 

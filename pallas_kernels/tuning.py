@@ -84,5 +84,10 @@ def grouped_dw_tile() -> MatmulTile:
 
 
 def logprob_tile() -> MatmulTile:
-    """The tile of `linear_logprob` and of its logit gradient."""
+    """The tile of `linear_logprob`."""
     return MatmulTile(**_choose(table.LINEAR_LOGPROB))
+
+
+def logit_gradient_tile() -> MatmulTile:
+    """The tile of `logit_gradient`."""
+    return MatmulTile(**_choose(table.LOGIT_GRADIENT))

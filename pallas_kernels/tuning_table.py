@@ -32,3 +32,5 @@ GROUPED_SWIGLU: list[Row] = [
 GROUPED_DW: list[Row] = [({}, dict(rows=64, cols=128, stages=6))]
 
 LINEAR_LOGPROB: list[Row] = [({}, dict(rows=64, cols=256, minor=0, band=20))]
+
+LOGIT_GRADIENT: list[Row] = [({}, dict(rows=64, cols=256, minor=0, band=20))]
