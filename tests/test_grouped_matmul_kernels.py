@@ -1,11 +1,13 @@
 """Expert products: against float64 in the interpreter, lowering at the 35B model's shapes."""
 
+import dataclasses
 import functools
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels import matmul_core
 from pallas_kernels.grouped_matmul import (
     aligned_starts,
     grouped_matmul,
@@ -150,6 +152,30 @@ def test_weight_gradient():
     with interpreted():
         out = grouped_matmul_dw(case.x, dy, case.starts, case.sizes, out_dtype=F32, tile=PLAIN)
     assert error(out, np.stack([f64(case.x)[s].T @ f64(dy)[s] for s in case.spans])) < 1e-6
+
+
+@pytest.mark.parametrize("swap", [False, True], ids=["plain", "swapped"])
+def test_warpgroups_may_take_tiles_by_turns(swap, monkeypatch):
+    monkeypatch.setattr(matmul_core, "sm_count", lambda: 2)  # several tiles a block
+    together = MatmulTile(rows=64, cols=16 if swap else 64, stages=2, swap=swap)
+    by_turns = dataclasses.replace(together, stages=3, turns=True)
+    case, up, down = Case(64, 192), normal(2, GROUPS, 64, 192), normal(3, GROUPS, 192, 64)
+    groups, dy = (case.starts, case.sizes), case.array(4, 64)
+
+    def results(tile):
+        hidden, kept = grouped_swiglu(case.x, case.w, up, *groups, keep=True, tile=tile)
+        yield hidden
+        yield from grouped_swiglu_backward(kept, down, dy, *groups, tile=tile)
+        yield grouped_matmul(case.x, case.w, *groups, tile=tile)
+
+    with interpreted():
+        for one, other in zip(results(together), results(by_turns), strict=True):
+            assert same_bits(one[case.rows], other[case.rows])
+        if not swap:
+            one, other = (
+                grouped_matmul_dw(case.x, dy, *groups, tile=t) for t in (together, by_turns)
+            )
+            assert same_bits(one, other)
 
 
 def test_refusals():
