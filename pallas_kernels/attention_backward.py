@@ -26,12 +26,17 @@ from jax import lax
 from pallas_kernels.attention_mma import (
     COMPUTE_REGISTERS,
     FEED_REGISTERS,
+    LEAST_REGISTERS,
+    MOST_REGISTERS,
     accumulate,
+    accumulate_both,
     operand,
     product,
+    products,
 )
 from pallas_kernels.attention_pages import SHARED_BYTES, clear_stale, drain
 from pallas_kernels.attention_plan import COUNT, FIRST, INDEX, LENGTH, PAIRS, ROW, TrainingPlan
+from pallas_kernels.attention_rounds import MULTIPROCESSORS, rounds
 from pallas_kernels.attention_softmax import LOG2E, ROWS
 
 TILE_COLUMNS = (ROW, INDEX, COUNT, LENGTH, FIRST, PAIRS)
@@ -53,6 +58,11 @@ def _call(body, name: str, **kwargs):
 def _columns_of(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """A per-column vector broadcast along the rows of `shape`."""
     return lax.broadcast_in_dim(x, shape, [1])
+
+
+def zeros(dim: int) -> jax.Array:
+    """An empty accumulator [ROWS, dim]."""
+    return plgpu.layout_cast(jnp.zeros((ROWS, dim), jnp.float32), plgpu.Layout.WGMMA)
 
 
 def _delta_kernel(out, dout, tiles, count, delta, out_smem, dout_smem, ready):
@@ -128,7 +138,7 @@ def _key_kernel(
                 plgpu.barrier_arrive(free.at[here])
                 return acc
 
-            dv[tile, unit] = lax.fori_loop(0, steps, step, zeros())
+            dv[tile, unit] = lax.fori_loop(0, steps, step, zeros(dim))
             plgpu.barrier_wait(p_free)
 
         def keys():
@@ -155,7 +165,7 @@ def _key_kernel(
                 plgpu.barrier_arrive(free.at[here])
                 return acc
 
-            acc = lax.fori_loop(0, steps, step, zeros())
+            acc = lax.fori_loop(0, steps, step, zeros(dim))
             dk[tile, unit] = acc * scale
             plgpu.wait_smem_to_gmem(0)
 
@@ -188,31 +198,166 @@ def _key_kernel(
         pl.when(wg == 1)(keys)
         pl.when(wg == 2)(feed)
 
-    def zeros():
-        return plgpu.layout_cast(jnp.zeros((ROWS, dim), jnp.float32), plgpu.Layout.WGMMA)
-
     pl.when(at < count[0])(work)
+
+
+def _two_keys_kernel(
+    q, k, v, dout, lse, delta, tiles, order, count, dk, dv, ds, k_smem, v_smem, q_smem, dout_smem,
+    lse_smem, delta_smem, ds_smem, kv_ready, kv_free, ready, free, *, scale: float,
+    first_head: int, chain: int,
+):  # fmt: skip
+    """`_key_kernel` for heads whose two sums fit one warpgroup: each of two has a key tile."""
+    wg = lax.axis_index("wg")
+    ring, dim = q_smem.shape[0], q.shape[2]
+    square = (ROWS, ROWS)
+    slot = lambda n: lax.rem(n, ring)  # noqa: E731
+    rounds_, item = rounds(count[0], dk.shape[1])
+
+    def compute():
+        plgpu.set_max_registers(MOST_REGISTERS, action="increase")
+        lax.fori_loop(0, rounds_, visit, 0)
+        plgpu.wait_smem_to_gmem(0)
+
+    def visit(number, done):
+        at, unit = item(number)
+        tile = order[at]
+        _, index, total, length, _, pairs = (tiles[tile, c] for c in TILE_COLUMNS)
+        visits = total - index  # query tiles that see the first tile of these keys
+        whole = lax.div(length, ROWS) - index  # of them, those without an end
+        mine = index + wg
+
+        def mask(x, i):
+            """x [keys, queries], zero where a query cannot see the key or does not exist."""
+            keys = plgpu.broadcasted_iota(jnp.int32, square, 0, layout=plgpu.Layout.WGMMA)
+            queries = plgpu.broadcasted_iota(jnp.int32, square, 1, layout=plgpu.Layout.WGMMA)
+            queries += i * ROWS
+            return jnp.where((keys + mine * ROWS <= queries) & (queries < length), x, 0.0)
+
+        plgpu.barrier_wait(kv_ready)
+
+        def step(j, sums, head, first, edge: bool):
+            i, here = index + j, slot(first + j)
+            queries, douts = q_smem.at[here], dout_smem.at[here]
+            masked = (lambda x: mask(x, i)) if edge else lambda x: x
+            plgpu.barrier_wait(ready.at[here])
+            if edge:
+
+                @pl.when((i + 1) * ROWS > length)
+                def _():
+                    clear_stale(queries, i * ROWS, length)
+                    clear_stale(douts, i * ROWS, length)
+
+            again = wg + lax.div(j, MANY)
+
+            def weights(s):
+                top = plgpu.load(lse_smem.at[here], layout=plgpu.Layout.WGMMA.reduce(0))
+                return masked(jnp.exp2(s * (scale * LOG2E) - _columns_of(top, square)))
+
+            p, dp = products(
+                (k_smem.at[again], queries.transpose((1, 0))),
+                (v_smem.at[again], douts.transpose((1, 0))),
+                weights,
+            )
+
+            def gradient():
+                shift = plgpu.load(delta_smem.at[here], layout=plgpu.Layout.WGMMA.reduce(0))
+                d = masked(p * (dp - _columns_of(shift, square))).astype(q.dtype)
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                ds_smem[wg] = d
+                plgpu.commit_smem()
+                pair = pairs + lax.div(i * (i + 1), 2) + mine
+                plgpu.copy_smem_to_gmem(ds_smem.at[wg], ds.at[pair, head])
+                return d
+
+            sums = accumulate_both(sums, p.astype(q.dtype), douts, gradient, queries)
+            plgpu.barrier_arrive(free.at[here])
+            return sums
+
+        def head(c, sums):
+            first = done + c * visits
+
+            @pl.when(wg == 1)
+            def _():  # the first query tile sees no key of the second tile
+                plgpu.barrier_wait(ready.at[slot(first)])
+                plgpu.barrier_arrive(free.at[slot(first)])
+
+            at = functools.partial(step, head=unit * chain + c, first=first)
+            stop = jnp.minimum(wg + 1, visits)
+            middle = jnp.maximum(whole, stop)
+            sums = lax.fori_loop(wg, stop, functools.partial(at, edge=True), sums)
+            sums = lax.fori_loop(stop, middle, functools.partial(at, edge=False), sums)
+            return lax.fori_loop(middle, visits, functools.partial(at, edge=True), sums)
+
+        sums = (zeros(dim), zeros(dim))
+        sums = head(0, sums) if chain == 1 else lax.fori_loop(0, chain, head, sums)
+        plgpu.barrier_arrive(kv_free)
+
+        @pl.when(mine < total)
+        def _():
+            dv[tile + wg, unit] = sums[0]
+            dk[tile + wg, unit] = sums[1] * scale
+
+        return done + chain * visits
+
+    def feed():
+        plgpu.set_max_registers(LEAST_REGISTERS, action="decrease")
+        drain(free, lax.fori_loop(0, rounds_, load, 0))
+        pl.when(rounds_ > 0)(lambda: plgpu.barrier_wait(kv_free))
+
+    def load(number, done):
+        at, unit = item(number)
+        tile = order[at]
+        row, index, total, _, first, _ = (tiles[tile, c] for c in TILE_COLUMNS)
+        visits = total - index
+        kv_head = lax.div(first_head + unit * chain, q.shape[1] // k.shape[1])
+
+        def keys():
+            pl.when(number > 0)(lambda: plgpu.barrier_wait(kv_free))
+            for i in range(2):
+                rows = pl.ds(row + (index + i) * ROWS, ROWS)
+                plgpu.copy_gmem_to_smem(k.at[rows, kv_head], k_smem.at[i], kv_ready)
+                plgpu.copy_gmem_to_smem(v.at[rows, kv_head], v_smem.at[i], kv_ready)
+
+        def one(n, _):
+            here, i = slot(done + n), index + lax.rem(n, visits)
+            head = unit * chain + lax.div(n, visits) + first_head
+            pl.when(done + n >= ring)(lambda: plgpu.barrier_wait(free.at[here]))
+            rows = pl.ds(row + i * ROWS, ROWS)
+            for source, target in (
+                (q.at[rows, head], q_smem),
+                (lse.at[first + i, head], lse_smem),
+                (dout.at[rows, head], dout_smem),
+                (delta.at[first + i, head], delta_smem),
+            ):
+                plgpu.copy_gmem_to_smem(source, target.at[here], ready.at[here])
+            pl.when(n == 0)(keys)
+
+        lax.fori_loop(0, visits * chain, one, None)
+        return done + visits * chain
+
+    pl.when(wg < 2)(compute)
+    pl.when(wg == 2)(feed)
 
 
 def _query_kernel(
     k, ds, tiles, order, count, dq, out_smem, k_smem, ds_smem, ready, free, *, scale: float,
     group: int, first_head: int,
 ):  # fmt: skip
-    wg, at, unit = (lax.axis_index(name) for name in ("wg", "tile", "unit"))
+    wg = lax.axis_index("wg")
     ring, (width, _, dim) = k_smem.shape[0], out_smem.shape
     slot = lambda n: lax.rem(n, ring)  # noqa: E731
+    visits, item = rounds(count[0], dq.shape[1] // width)
 
-    def work():
-        tile = order[at]
-        row, index, _, length, _, pairs = (tiles[tile, c] for c in TILE_COLUMNS)
-        pair = pairs + lax.div(index * (index + 1), 2)
-        steps = index + 1
+    def multiply():
+        plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
 
-        def multiply():
-            plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
+        def visit(n, done):
+            at, unit = item(n)
+            tile = order[at]
+            index, length = tiles[tile, INDEX], tiles[tile, LENGTH]
 
             def step(j, acc):
-                here = slot(j)
+                here = slot(done + j)
                 plgpu.barrier_wait(ready.at[here])
                 pl.when((j + 1) * ROWS > length)(
                     functools.partial(clear_stale, k_smem.at[here], j * ROWS, length)
@@ -222,20 +367,29 @@ def _query_kernel(
                 plgpu.barrier_arrive(free.at[here])
                 return acc
 
-            acc = plgpu.layout_cast(jnp.zeros((ROWS, dim), jnp.float32), plgpu.Layout.WGMMA)
-            acc = lax.fori_loop(0, steps, step, acc)
+            acc = lax.fori_loop(0, index + 1, step, zeros(dim))
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             out_smem[wg] = (acc * scale).astype(dq.dtype)
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(out_smem.at[wg], dq.at[tile, unit * width + wg])
-            plgpu.wait_smem_to_gmem(0)
+            return done + index + 1
 
-        def feed():
-            plgpu.set_max_registers(FEED_REGISTERS, action="decrease")
+        lax.fori_loop(0, visits, visit, 0)
+        plgpu.wait_smem_to_gmem(0)
+
+    def feed():
+        plgpu.set_max_registers(FEED_REGISTERS, action="decrease")
+
+        def visit(n, done):
+            at, unit = item(n)
+            tile = order[at]
+            row, index, pair = (tiles[tile, c] for c in (ROW, INDEX, PAIRS))
+            pair += lax.div(index * (index + 1), 2)
             kv_head = lax.div(first_head + unit * width, group)
 
             def load(j, _):
-                here = slot(j)
-                pl.when(j >= ring)(lambda: plgpu.barrier_wait(free.at[here]))
+                here = slot(done + j)
+                pl.when(done + j >= ring)(lambda: plgpu.barrier_wait(free.at[here]))
                 rows = pl.ds(row + j * ROWS, ROWS)
                 plgpu.copy_gmem_to_smem(k.at[rows, kv_head], k_smem.at[here], ready.at[here])
                 for i in range(width):
@@ -243,13 +397,13 @@ def _query_kernel(
                         ds.at[pair + j, unit * width + i], ds_smem.at[here, i], ready.at[here]
                     )
 
-            lax.fori_loop(0, steps, load, None)
-            drain(free, steps)
+            lax.fori_loop(0, index + 1, load, None)
+            return done + index + 1
 
-        pl.when(wg < width)(multiply)
-        pl.when(wg == width)(feed)
+        drain(free, lax.fori_loop(0, visits, visit, 0))
 
-    pl.when(at < count[0])(work)
+    pl.when(wg < width)(multiply)
+    pl.when(wg == width)(feed)
 
 
 def _deltas(out, dout, plan: TrainingPlan) -> jax.Array:
@@ -303,6 +457,40 @@ def _by_key(q, k, v, dout, lse, delta, plan, pairs, first_head, heads, chain, sc
     )(q, k, v, dout, lse, delta, plan.tiles, plan.by_key, plan.count)
 
 
+def _by_two_keys(q, k, v, dout, lse, delta, plan, pairs, first_head, heads, chain, scale):
+    """What `_by_key` returns."""
+    dim, tiles = q.shape[2], plan.tiles.shape[0]
+    fixed = 4 * ROWS * dim * 2 + 2 * ROWS * ROWS * 2 + 8192
+    ring = min(4, (SHARED_BYTES - fixed) // (2 * ROWS * dim * 2))
+    shape, units = jax.ShapeDtypeStruct, heads // chain
+    return _call(
+        functools.partial(_two_keys_kernel, scale=scale, first_head=first_head, chain=chain),
+        "attention_backward_keys",
+        out_type=[
+            shape((tiles, units, ROWS, dim), jnp.float32),
+            shape((tiles, units, ROWS, dim), jnp.float32),
+            shape((pairs, heads, ROWS, ROWS), q.dtype),
+        ],
+        grid=(min(MULTIPROCESSORS, tiles * units),),
+        grid_names=("sm",),
+        num_threads=3,
+        thread_name="wg",
+        scratch_types=[
+            operand((2, ROWS, dim)),
+            operand((2, ROWS, dim)),
+            operand((ring, ROWS, dim)),
+            operand((ring, ROWS, dim)),
+            plgpu.SMEM((ring, ROWS), jnp.float32),
+            plgpu.SMEM((ring, ROWS), jnp.float32),
+            operand((2, ROWS, ROWS)),
+            plgpu.Barrier(num_arrivals=4),
+            plgpu.Barrier(num_arrivals=2),
+            plgpu.Barrier(num_arrivals=4, num_barriers=ring),
+            plgpu.Barrier(num_arrivals=2, num_barriers=ring),
+        ],
+    )(q, k, v, dout, lse, delta, plan.tiles, plan.by_two_keys, plan.two_count)
+
+
 def _by_query(k, ds, plan, first_head, heads, group, scale):
     """dQ of every tile and query head, in k's dtype [NT, heads, 64, D]."""
     dim, tiles = k.shape[2], plan.tiles.shape[0]
@@ -313,8 +501,8 @@ def _by_query(k, ds, plan, first_head, heads, group, scale):
         functools.partial(_query_kernel, scale=scale, group=group, first_head=first_head),
         "attention_backward_queries",
         out_type=jax.ShapeDtypeStruct((tiles, heads, ROWS, dim), k.dtype),
-        grid=(tiles, heads // width),
-        grid_names=("tile", "unit"),
+        grid=(min(MULTIPROCESSORS, tiles * heads // width),),
+        grid_names=("sm",),
         num_threads=width + 1,
         thread_name="wg",
         scratch_types=[
@@ -381,7 +569,8 @@ def backward(
     for first in range(0, kv_heads, at_once):
         span = min(at_once, kv_heads - first)
         first_head, count = first * group, span * group
-        k_part, v_part, ds = _by_key(
+        by_key = _by_two_keys if dim <= 128 else _by_key
+        k_part, v_part, ds = by_key(
             q, k, v, dout, lse, delta, plan, pairs, first_head, count, chain, scale
         )
         dq.append(_by_query(k, ds, plan, first_head, count, group, scale))

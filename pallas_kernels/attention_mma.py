@@ -10,6 +10,7 @@ import jax.numpy as jnp
 # Of a thread, for two warpgroups that multiply and one that feeds them. In all no more than what
 # 384 threads start with, 168 each; with more the second warpgroup would wait for its share forever.
 COMPUTE_REGISTERS, FEED_REGISTERS = 232, 40
+MOST_REGISTERS, LEAST_REGISTERS = 240, 24  # the same where feeding is simple
 
 
 def operand(shape: tuple[int, ...], dtype: jnp.dtype = jnp.bfloat16):
@@ -53,3 +54,32 @@ def accumulate(acc: jax.Array, a, b, *, then: Callable[[], None] = lambda: None)
         then()
 
     return pl.run_state(issue)(plgpu.ACC.init(acc))
+
+
+def products(one, other, then: Callable[[jax.Array], jax.Array]) -> tuple[jax.Array, jax.Array]:
+    """then(a @ b) of one pair (a, b) while the other's product is under way, and that product."""
+    if _interpreted():
+        plain = lambda a, b: jnp.dot(a[...], b[...], preferred_element_type=jnp.float32)  # noqa: E731
+        return then(plain(*one)), plain(*other)
+
+    def issue(first, second):
+        plgpu.wgmma(first, *one)
+        plgpu.wgmma(second, *other)
+        result = then(plgpu.wgmma_accumulator_load(first, wait_n=1))
+        return result, plgpu.wgmma_accumulator_load(second)
+
+    accumulators = (plgpu.ACC((a.shape[0], b.shape[1]), jnp.float32) for a, b in (one, other))
+    return pl.run_scoped(issue, *accumulators)
+
+
+def accumulate_both(sums, a, b, then: Callable[[], jax.Array], d):
+    """(sums[0] + a @ b, sums[1] + then() @ d); `then` runs while the first is under way."""
+    if _interpreted():
+        x = accumulate(sums[0], a, b)
+        return x, accumulate(sums[1], then(), d)
+
+    def issue(accumulators):
+        plgpu.wgmma(accumulators[0], a, b)
+        plgpu.wgmma(accumulators[1], then(), d)
+
+    return pl.run_state(issue)(tuple(plgpu.ACC.init(x) for x in sums))

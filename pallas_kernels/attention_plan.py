@@ -147,7 +147,7 @@ ROW, INDEX, COUNT, LENGTH, FIRST, PAIRS = range(6)
 
 @partial(
     register_dataclass,
-    data_fields=["tiles", "by_query", "by_key", "count", "rows", "tile", "offset", "source"],
+    data_fields=["tiles", "by_query", "by_key", "by_two_keys", "two_count", "count", "rows", "tile", "offset", "source"],
     meta_fields=[],
 )
 @dataclasses.dataclass(frozen=True)
@@ -161,6 +161,8 @@ class TrainingPlan:
       are pair i (i + 1) / 2 + j of its own.
     by_query, by_key [NT]: tiles in the order in which to visit them as queries and as keys, most
       work first.
+    by_two_keys [NT], two_count [1]: the same of every other tile of a sequence, the first included,
+      each of which stands for itself and the next.
     count [1]: how many tiles there are.
     rows [NT, 64]: row of the batch of every place in a tile; T where there is none.
     tile, offset [T]: the inverse, tile and place of every row; tile = NT at padding rows.
@@ -171,6 +173,8 @@ class TrainingPlan:
     tiles: jax.Array
     by_query: jax.Array
     by_key: jax.Array
+    by_two_keys: jax.Array
+    two_count: jax.Array
     count: jax.Array
     rows: jax.Array
     tile: jax.Array
@@ -213,6 +217,8 @@ def plan_training(
         tiles=jnp.pad(tiles, ((0, 0), (0, COLUMNS - len(columns)))),
         by_query=_longest_first(index + 1, valid),
         by_key=_longest_first(count[seq] - index, valid),
+        by_two_keys=_longest_first(count[seq] - index, valid & (index % 2 == 0)),
+        two_count=jnp.sum(valid & (index % 2 == 0), dtype=jnp.int32)[None],
         count=jnp.sum(valid, dtype=jnp.int32)[None],
         rows=row,
         tile=jnp.full((tokens,), size, jnp.int32).at[row].set(entry, mode="drop"),
