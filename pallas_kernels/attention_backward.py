@@ -24,15 +24,20 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.attention_mma import (
+    COLUMNS,
     COMPUTE_REGISTERS,
     FEED_REGISTERS,
     LEAST_REGISTERS,
     MOST_REGISTERS,
-    accumulate,
+    Parts,
     accumulate_both,
+    accumulate_parts,
+    load_parts,
     operand,
-    product,
-    products,
+    parts,
+    rows_product,
+    rows_products,
+    tiled,
 )
 from pallas_kernels.attention_pages import SHARED_BYTES, clear_stale, drain
 from pallas_kernels.attention_plan import COUNT, FIRST, INDEX, LENGTH, PAIRS, ROW, TrainingPlan
@@ -41,7 +46,6 @@ from pallas_kernels.attention_softmax import LOG2E, ROWS
 
 TILE_COLUMNS = (ROW, INDEX, COUNT, LENGTH, FIRST, PAIRS)
 MANY = 1 << 30  # more steps than a tile has, see attention_prefill
-PART = 64  # columns that pass through registers at a time outside the products
 
 
 def _call(body, name: str, **kwargs):
@@ -60,9 +64,22 @@ def _columns_of(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     return lax.broadcast_in_dim(x, shape, [1])
 
 
-def zeros(dim: int) -> jax.Array:
+def zeros(dim: int) -> Parts:
     """An empty accumulator [ROWS, dim]."""
-    return plgpu.layout_cast(jnp.zeros((ROWS, dim), jnp.float32), plgpu.Layout.WGMMA)
+    zero = lambda: jnp.zeros((ROWS, COLUMNS), jnp.float32)  # noqa: E731
+    return tuple(plgpu.layout_cast(zero(), plgpu.Layout.WGMMA) for _ in range(dim // COLUMNS))
+
+
+def _store(target, sums: Parts) -> None:
+    """Write columns in parts to target [ROWS, D] in device memory."""
+    for part, x in enumerate(sums):
+        target[:, part * COLUMNS : (part + 1) * COLUMNS] = x
+
+
+def _clear(values, first: jax.Array, end: jax.Array) -> None:
+    """`clear_stale` of a tile in parts."""
+    for part in range(values.shape[0]):
+        clear_stale(values.at[part], first, end)
 
 
 def _delta_kernel(out, dout, tiles, count, delta, out_smem, dout_smem, ready):
@@ -71,14 +88,15 @@ def _delta_kernel(out, dout, tiles, count, delta, out_smem, dout_smem, ready):
     @pl.when(tile < count[0])
     def _():
         rows = pl.ds(tiles[tile, ROW] + tiles[tile, INDEX] * ROWS, ROWS)
-        plgpu.copy_gmem_to_smem(out.at[rows, head], out_smem, ready)
-        plgpu.copy_gmem_to_smem(dout.at[rows, head], dout_smem, ready)
+        load_parts(out, rows, head, out_smem, 0, ready)
+        load_parts(dout, rows, head, dout_smem, 0, ready)
         plgpu.barrier_wait(ready)
         total = plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), plgpu.Layout.WGMMA.reduce(1))
-        for column in range(0, out.shape[2], PART):
-            part = pl.ds(column, PART)
-            o = plgpu.load(out_smem.at[:, part], layout=plgpu.Layout.WGMMA).astype(jnp.float32)
-            d = plgpu.load(dout_smem.at[:, part], layout=plgpu.Layout.WGMMA).astype(jnp.float32)
+        for part in range(out.shape[2] // COLUMNS):
+            o, d = (
+                plgpu.load(tiled(x).at[0, part], layout=plgpu.Layout.WGMMA).astype(jnp.float32)
+                for x in (out_smem, dout_smem)
+            )
             total += (o * d).sum(axis=1)
         delta[tile, head] = total
 
@@ -91,9 +109,10 @@ def _key_kernel(
     wg = lax.axis_index("wg")
     at, unit = lax.axis_index("tile"), lax.axis_index("unit")
     kv_head = lax.div(first_head + unit * chain, q.shape[1] // k.shape[1])
-    ring, dim = q_smem.shape[0], q.shape[2]
+    ring, dim = lse_smem.shape[0], q.shape[2]
     square = (ROWS, ROWS)
     slot = lambda n: lax.rem(n, ring)  # noqa: E731
+    keys_, values_, queries, douts = map(tiled, (k_smem, v_smem, q_smem, dout_smem))
 
     def work():
         tile = order[at]
@@ -117,7 +136,7 @@ def _key_kernel(
             return lax.cond(edge, lambda: mask(x, i), lambda: x)
 
         def clear(ref, i):
-            pl.when((i + 1) * ROWS > length)(functools.partial(clear_stale, ref, i * ROWS, length))
+            pl.when((i + 1) * ROWS > length)(functools.partial(_clear, ref, i * ROWS, length))
 
         def values():
             plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
@@ -126,19 +145,19 @@ def _key_kernel(
             def step(n, acc):
                 (i, _), here = visit(n), slot(n)
                 plgpu.barrier_wait(q_ready.at[here])
-                x = product(k_smem.at[lax.div(n, MANY)], q_smem.at[here].transpose((1, 0)))
+                x = rows_product(keys_.at[lax.div(n, MANY)], queries.at[here])
                 top = plgpu.load(lse_smem.at[here], layout=plgpu.Layout.WGMMA.reduce(0))
                 p = masked(jnp.exp2(x * (scale * LOG2E) - _columns_of(top, square)), i)
                 pl.when(n > 0)(lambda: plgpu.barrier_wait(p_free))
                 p_smem[...] = p
                 plgpu.barrier_arrive(p_ready)
                 plgpu.barrier_wait(dout_ready.at[here])
-                clear(dout_smem.at[here], i)
-                acc = accumulate(acc, p.astype(q.dtype), dout_smem.at[here])
+                clear(douts.at[here], i)
+                acc = accumulate_parts(acc, p.astype(q.dtype), douts.at[here])
                 plgpu.barrier_arrive(free.at[here])
                 return acc
 
-            dv[tile, unit] = lax.fori_loop(0, steps, step, zeros(dim))
+            _store(dv.at[tile, unit], lax.fori_loop(0, steps, step, zeros(dim)))
             plgpu.barrier_wait(p_free)
 
         def keys():
@@ -148,7 +167,7 @@ def _key_kernel(
             def step(n, acc):
                 (i, head), here = visit(n), slot(n)
                 plgpu.barrier_wait(dout_ready.at[here])
-                dp = product(v_smem.at[lax.div(n, MANY)], dout_smem.at[here].transpose((1, 0)))
+                dp = rows_product(values_.at[lax.div(n, MANY)], douts.at[here])
                 shift = plgpu.load(delta_smem.at[here], layout=plgpu.Layout.WGMMA.reduce(0))
                 plgpu.barrier_wait(p_ready)
                 p = plgpu.load(p_smem, layout=plgpu.Layout.WGMMA)
@@ -160,33 +179,31 @@ def _key_kernel(
                 pair = pairs + lax.div(i * (i + 1), 2) + index
                 plgpu.copy_smem_to_gmem(ds_smem, ds.at[pair, head])
                 plgpu.barrier_wait(q_ready.at[here])
-                clear(q_smem.at[here], i)
-                acc = accumulate(acc, d, q_smem.at[here])
+                clear(queries.at[here], i)
+                acc = accumulate_parts(acc, d, queries.at[here])
                 plgpu.barrier_arrive(free.at[here])
                 return acc
 
             acc = lax.fori_loop(0, steps, step, zeros(dim))
-            dk[tile, unit] = acc * scale
+            _store(dk.at[tile, unit], tuple(part * scale for part in acc))
             plgpu.wait_smem_to_gmem(0)
 
         def feed():
             plgpu.set_max_registers(FEED_REGISTERS, action="decrease")
             rows = pl.ds(row + index * ROWS, ROWS)
-            plgpu.copy_gmem_to_smem(k.at[rows, kv_head], k_smem.at[0], kv_ready)
-            plgpu.copy_gmem_to_smem(v.at[rows, kv_head], v_smem.at[0], kv_ready)
+            load_parts(k, rows, kv_head, k_smem, 0, kv_ready)
+            load_parts(v, rows, kv_head, v_smem, 0, kv_ready)
 
             def load(n, _):
                 (i, head), here = visit(n), slot(n)
                 head += first_head
                 pl.when(n >= ring)(lambda: plgpu.barrier_wait(free.at[here]))
                 rows = pl.ds(row + i * ROWS, ROWS)
-                plgpu.copy_gmem_to_smem(q.at[rows, head], q_smem.at[here], q_ready.at[here])
+                load_parts(q, rows, head, q_smem, here, q_ready.at[here])
                 plgpu.copy_gmem_to_smem(
                     lse.at[first + i, head], lse_smem.at[here], q_ready.at[here]
                 )
-                plgpu.copy_gmem_to_smem(
-                    dout.at[rows, head], dout_smem.at[here], dout_ready.at[here]
-                )
+                load_parts(dout, rows, head, dout_smem, here, dout_ready.at[here])
                 plgpu.copy_gmem_to_smem(
                     delta.at[first + i, head], delta_smem.at[here], dout_ready.at[here]
                 )
@@ -208,7 +225,7 @@ def _two_keys_kernel(
 ):  # fmt: skip
     """`_key_kernel` for heads whose two sums fit one warpgroup: each of two has a key tile."""
     wg = lax.axis_index("wg")
-    ring, dim = q_smem.shape[0], q.shape[2]
+    ring, dim = lse_smem.shape[0], q.shape[2]
     square = (ROWS, ROWS)
     slot = lambda n: lax.rem(n, ring)  # noqa: E731
     rounds_, item = rounds(count[0], dk.shape[1])
@@ -237,15 +254,15 @@ def _two_keys_kernel(
 
         def step(j, sums, head, first, edge: bool):
             i, here = index + j, slot(first + j)
-            queries, douts = q_smem.at[here], dout_smem.at[here]
+            queries, douts = tiled(q_smem).at[here], tiled(dout_smem).at[here]
             masked = (lambda x: mask(x, i)) if edge else lambda x: x
             plgpu.barrier_wait(ready.at[here])
             if edge:
 
                 @pl.when((i + 1) * ROWS > length)
                 def _():
-                    clear_stale(queries, i * ROWS, length)
-                    clear_stale(douts, i * ROWS, length)
+                    _clear(queries, i * ROWS, length)
+                    _clear(douts, i * ROWS, length)
 
             again = wg + lax.div(j, MANY)
 
@@ -253,10 +270,8 @@ def _two_keys_kernel(
                 top = plgpu.load(lse_smem.at[here], layout=plgpu.Layout.WGMMA.reduce(0))
                 return masked(jnp.exp2(s * (scale * LOG2E) - _columns_of(top, square)))
 
-            p, dp = products(
-                (k_smem.at[again], queries.transpose((1, 0))),
-                (v_smem.at[again], douts.transpose((1, 0))),
-                weights,
+            p, dp = rows_products(
+                (tiled(k_smem).at[again], queries), (tiled(v_smem).at[again], douts), weights
             )
 
             def gradient():
@@ -294,8 +309,8 @@ def _two_keys_kernel(
 
         @pl.when(mine < total)
         def _():
-            dv[tile + wg, unit] = sums[0]
-            dk[tile + wg, unit] = sums[1] * scale
+            _store(dv.at[tile + wg, unit], sums[0])
+            _store(dk.at[tile + wg, unit], tuple(part * scale for part in sums[1]))
 
         return done + chain * visits
 
@@ -315,21 +330,20 @@ def _two_keys_kernel(
             pl.when(number > 0)(lambda: plgpu.barrier_wait(kv_free))
             for i in range(2):
                 rows = pl.ds(row + (index + i) * ROWS, ROWS)
-                plgpu.copy_gmem_to_smem(k.at[rows, kv_head], k_smem.at[i], kv_ready)
-                plgpu.copy_gmem_to_smem(v.at[rows, kv_head], v_smem.at[i], kv_ready)
+                load_parts(k, rows, kv_head, k_smem, i, kv_ready)
+                load_parts(v, rows, kv_head, v_smem, i, kv_ready)
 
         def one(n, _):
             here, i = slot(done + n), index + lax.rem(n, visits)
             head = unit * chain + lax.div(n, visits) + first_head
             pl.when(done + n >= ring)(lambda: plgpu.barrier_wait(free.at[here]))
             rows = pl.ds(row + i * ROWS, ROWS)
-            for source, target in (
-                (q.at[rows, head], q_smem),
-                (lse.at[first + i, head], lse_smem),
-                (dout.at[rows, head], dout_smem),
-                (delta.at[first + i, head], delta_smem),
-            ):
-                plgpu.copy_gmem_to_smem(source, target.at[here], ready.at[here])
+            load_parts(q, rows, head, q_smem, here, ready.at[here])
+            load_parts(dout, rows, head, dout_smem, here, ready.at[here])
+            for source, target in ((lse, lse_smem), (delta, delta_smem)):
+                plgpu.copy_gmem_to_smem(
+                    source.at[first + i, head], target.at[here], ready.at[here]
+                )
             pl.when(n == 0)(keys)
 
         lax.fori_loop(0, visits * chain, one, None)
@@ -344,7 +358,8 @@ def _query_kernel(
     group: int, first_head: int,
 ):  # fmt: skip
     wg = lax.axis_index("wg")
-    ring, (width, _, dim) = k_smem.shape[0], out_smem.shape
+    ring, width, dim = *ds_smem.shape[:2], k.shape[2]
+    keys = tiled(k_smem)
     slot = lambda n: lax.rem(n, ring)  # noqa: E731
     visits, item = rounds(count[0], dq.shape[1] // width)
 
@@ -360,18 +375,21 @@ def _query_kernel(
                 here = slot(done + j)
                 plgpu.barrier_wait(ready.at[here])
                 pl.when((j + 1) * ROWS > length)(
-                    functools.partial(clear_stale, k_smem.at[here], j * ROWS, length)
+                    functools.partial(_clear, keys.at[here], j * ROWS, length)
                 )
                 scores = ds_smem.at[here, wg].transpose((1, 0))
-                acc = accumulate(acc, scores, k_smem.at[here])
+                acc = accumulate_parts(acc, scores, keys.at[here])
                 plgpu.barrier_arrive(free.at[here])
                 return acc
 
             acc = lax.fori_loop(0, index + 1, step, zeros(dim))
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            out_smem[wg] = (acc * scale).astype(dq.dtype)
+            for part, x in enumerate(acc):
+                out_smem[wg, part] = (x * scale).astype(dq.dtype)
             plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(out_smem.at[wg], dq.at[tile, unit * width + wg])
+            for part in range(len(acc)):
+                target = dq.at[tile, unit * width + wg, :, pl.ds(part * COLUMNS, COLUMNS)]
+                plgpu.copy_smem_to_gmem(out_smem.at[wg, part], target)
             return done + index + 1
 
         lax.fori_loop(0, visits, visit, 0)
@@ -391,7 +409,7 @@ def _query_kernel(
                 here = slot(done + j)
                 pl.when(done + j >= ring)(lambda: plgpu.barrier_wait(free.at[here]))
                 rows = pl.ds(row + j * ROWS, ROWS)
-                plgpu.copy_gmem_to_smem(k.at[rows, kv_head], k_smem.at[here], ready.at[here])
+                load_parts(k, rows, kv_head, k_smem, here, ready.at[here])
                 for i in range(width):
                     plgpu.copy_gmem_to_smem(
                         ds.at[pair + j, unit * width + i], ds_smem.at[here, i], ready.at[here]
@@ -416,13 +434,18 @@ def _deltas(out, dout, plan: TrainingPlan) -> jax.Array:
         out_type=jax.ShapeDtypeStruct((tiles, heads, ROWS), jnp.float32),
         grid=(tiles, heads),
         grid_names=("tile", "head"),
-        scratch_types=[operand((ROWS, dim)), operand((ROWS, dim)), plgpu.Barrier(num_arrivals=2)],
+        scratch_types=[
+            parts(1, ROWS, dim),
+            parts(1, ROWS, dim),
+            plgpu.Barrier(num_arrivals=2 * dim // COLUMNS),
+        ],
     )(out, dout, plan.tiles, plan.count)
 
 
 def _by_key(q, k, v, dout, lse, delta, plan, pairs, first_head, heads, chain, scale):
     """dK and dV [NT, heads / chain, 64, D] float32 of every tile, dS^T [pairs, heads, 64, 64]."""
     dim, tiles = q.shape[2], plan.tiles.shape[0]
+    copies = dim // COLUMNS
     fixed = 2 * ROWS * dim * 2 + ROWS * ROWS * 6 + 8192
     ring = min(4, (SHARED_BYTES - fixed) // (2 * ROWS * dim * 2))
     shape = jax.ShapeDtypeStruct
@@ -439,17 +462,17 @@ def _by_key(q, k, v, dout, lse, delta, plan, pairs, first_head, heads, chain, sc
         num_threads=3,
         thread_name="wg",
         scratch_types=[
-            operand((1, ROWS, dim)),
-            operand((1, ROWS, dim)),
-            operand((ring, ROWS, dim)),
-            operand((ring, ROWS, dim)),
+            parts(1, ROWS, dim),
+            parts(1, ROWS, dim),
+            parts(ring, ROWS, dim),
+            parts(ring, ROWS, dim),
             plgpu.SMEM((ring, ROWS), jnp.float32),
             plgpu.SMEM((ring, ROWS), jnp.float32),
             operand((ROWS, ROWS), jnp.float32),
             operand((ROWS, ROWS)),
-            plgpu.Barrier(num_arrivals=2),
-            plgpu.Barrier(num_arrivals=2, num_barriers=ring),
-            plgpu.Barrier(num_arrivals=2, num_barriers=ring),
+            plgpu.Barrier(num_arrivals=2 * copies),
+            plgpu.Barrier(num_arrivals=copies + 1, num_barriers=ring),
+            plgpu.Barrier(num_arrivals=copies + 1, num_barriers=ring),
             plgpu.Barrier(num_arrivals=2, num_barriers=ring),
             plgpu.Barrier(),
             plgpu.Barrier(),
@@ -460,6 +483,7 @@ def _by_key(q, k, v, dout, lse, delta, plan, pairs, first_head, heads, chain, sc
 def _by_two_keys(q, k, v, dout, lse, delta, plan, pairs, first_head, heads, chain, scale):
     """What `_by_key` returns."""
     dim, tiles = q.shape[2], plan.tiles.shape[0]
+    copies = dim // COLUMNS
     fixed = 4 * ROWS * dim * 2 + 2 * ROWS * ROWS * 2 + 8192
     ring = min(4, (SHARED_BYTES - fixed) // (2 * ROWS * dim * 2))
     shape, units = jax.ShapeDtypeStruct, heads // chain
@@ -476,16 +500,16 @@ def _by_two_keys(q, k, v, dout, lse, delta, plan, pairs, first_head, heads, chai
         num_threads=3,
         thread_name="wg",
         scratch_types=[
-            operand((2, ROWS, dim)),
-            operand((2, ROWS, dim)),
-            operand((ring, ROWS, dim)),
-            operand((ring, ROWS, dim)),
+            parts(2, ROWS, dim),
+            parts(2, ROWS, dim),
+            parts(ring, ROWS, dim),
+            parts(ring, ROWS, dim),
             plgpu.SMEM((ring, ROWS), jnp.float32),
             plgpu.SMEM((ring, ROWS), jnp.float32),
             operand((2, ROWS, ROWS)),
-            plgpu.Barrier(num_arrivals=4),
+            plgpu.Barrier(num_arrivals=4 * copies),
             plgpu.Barrier(num_arrivals=2),
-            plgpu.Barrier(num_arrivals=4, num_barriers=ring),
+            plgpu.Barrier(num_arrivals=2 * copies + 2, num_barriers=ring),
             plgpu.Barrier(num_arrivals=2, num_barriers=ring),
         ],
     )(q, k, v, dout, lse, delta, plan.tiles, plan.by_two_keys, plan.two_count)
@@ -506,10 +530,10 @@ def _by_query(k, ds, plan, first_head, heads, group, scale):
         num_threads=width + 1,
         thread_name="wg",
         scratch_types=[
-            operand((width, ROWS, dim)),
-            operand((ring, ROWS, dim)),
+            operand((width, dim // COLUMNS, ROWS, COLUMNS)),
+            parts(ring, ROWS, dim),
             operand((ring, width, ROWS, ROWS)),
-            plgpu.Barrier(num_arrivals=1 + width, num_barriers=ring),
+            plgpu.Barrier(num_arrivals=dim // COLUMNS + width, num_barriers=ring),
             plgpu.Barrier(num_arrivals=width, num_barriers=ring),
         ],
     )(k, ds, plan.tiles, plan.by_query, plan.count)
@@ -541,7 +565,7 @@ def backward(
 
     Args:
       q, out, dout: bfloat16 [R, Hq, D]; k, v: bfloat16 [R, Hkv, D]; sequences at the rows that
-        `plan.tiles` names; R a multiple of 8, at least 64; D a multiple of 64, at most 256.
+        `plan.tiles` names; R at least 64; D a multiple of 64, at most 256.
       lse: float32 [T, Hq], natural log-sum-exp, at the rows of the batch.
       scale: factor of q . k. max_length: most tokens of a sequence.
       chain: query heads of a KV head whose parts of dK and dV are summed one after the other.

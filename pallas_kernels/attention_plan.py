@@ -147,7 +147,7 @@ ROW, INDEX, COUNT, LENGTH, FIRST, PAIRS = range(6)
 
 @partial(
     register_dataclass,
-    data_fields=["tiles", "by_query", "by_key", "by_two_keys", "two_count", "count", "rows", "tile", "offset", "source"],
+    data_fields=["tiles", "by_query", "by_key", "by_two_keys", "two_count", "count", "rows", "tile", "offset"],
     meta_fields=[],
 )
 @dataclasses.dataclass(frozen=True)
@@ -155,8 +155,7 @@ class TrainingPlan:
     """int32 work lists of the backward: whole sequences, cut into tiles of 64 tokens from their
     first.
 
-    tiles [NT, 8]: the row that the kernels find the sequence's first token at (a multiple of 8),
-      index of the tile in the sequence, tiles and tokens of the sequence, number of the sequence's
+    tiles [NT, 8]: the sequence's first row, index of the tile in the sequence, tiles and tokens of the sequence, number of the sequence's
       first tile, number of its first pair of tiles. Query tile i and key tile j <= i of a sequence
       are pair i (i + 1) / 2 + j of its own.
     by_query, by_key [NT]: tiles in the order in which to visit them as queries and as keys, most
@@ -166,8 +165,6 @@ class TrainingPlan:
     count [1]: how many tiles there are.
     rows [NT, 64]: row of the batch of every place in a tile; T where there is none.
     tile, offset [T]: the inverse, tile and place of every row; tile = NT at padding rows.
-    source [R]: the batch's row to copy to each row that the kernels see, T for none; None if they
-      may see the batch as it is.
     """
 
     tiles: jax.Array
@@ -179,33 +176,24 @@ class TrainingPlan:
     rows: jax.Array
     tile: jax.Array
     offset: jax.Array
-    source: jax.Array | None
 
 
 def plan_training(
-    start: jax.Array, length: jax.Array, *, tokens: int, aligned: bool, rows: int = 64
+    start: jax.Array, length: jax.Array, *, tokens: int, rows: int = 64
 ) -> TrainingPlan:
     """Work lists of one backward call.
 
     Args:
       start, length: int32 [S]; first row and tokens (0: unused entry) of each whole sequence.
       tokens: T. rows: tokens of a tile.
-      aligned: whether the caller promises that every start is a multiple of 8. Otherwise the rows
-        are copied to such places first. It moves no bit.
     """
-    at, source = start, None
-    if not aligned:
-        span = -(-length // ROW_ALIGNMENT) * ROW_ALIGNMENT
-        at = jnp.cumsum(span) - span
-        seq, place, valid = _owner(span, tokens + (ROW_ALIGNMENT - 1) * start.shape[0])
-        source = jnp.where(valid & (place < length[seq]), start[seq] + place, tokens)
     count = (length + rows - 1) // rows
     size = tokens // rows + start.shape[0]
     seq, index, valid = _owner(count, size)
     first = (jnp.cumsum(count) - count)[seq]
     pairs = count * (count + 1) // 2
     pair_first = (jnp.cumsum(pairs) - pairs)[seq]
-    columns = [at[seq], index, count[seq], length[seq], first, pair_first]
+    columns = [start[seq], index, count[seq], length[seq], first, pair_first]
     tiles = jnp.stack([jnp.where(valid, c, 0) for c in columns], axis=1).astype(jnp.int32)
 
     inside = jnp.arange(rows, dtype=jnp.int32)
@@ -225,5 +213,4 @@ def plan_training(
         offset=jnp.zeros((tokens,), jnp.int32)
         .at[row]
         .set(jnp.broadcast_to(inside, row.shape), mode="drop"),
-        source=source,
     )
