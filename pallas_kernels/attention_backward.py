@@ -32,6 +32,7 @@ from pallas_kernels.attention_mma import (
     Parts,
     accumulate_both,
     accumulate_parts,
+    leaving,
     load_parts,
     operand,
     parts,
@@ -39,7 +40,13 @@ from pallas_kernels.attention_mma import (
     rows_products,
     tiled,
 )
-from pallas_kernels.attention_pages import SHARED_BYTES, clear_stale, drain
+from pallas_kernels.attention_pages import (
+    SHARED_BYTES,
+    clear_rows,
+    clear_stale,
+    drain,
+    store_rows,
+)
 from pallas_kernels.attention_plan import COUNT, FIRST, INDEX, LENGTH, PAIRS, ROW, TrainingPlan
 from pallas_kernels.attention_rounds import MULTIPROCESSORS, rounds
 from pallas_kernels.attention_softmax import LOG2E, ROWS
@@ -354,8 +361,8 @@ def _two_keys_kernel(
 
 
 def _query_kernel(
-    k, ds, tiles, order, count, dq, out_smem, k_smem, ds_smem, ready, free, *, scale: float,
-    group: int, first_head: int,
+    k, ds, tiles, order, count, padding, padding_count, dq, out_smem, tail_smem, k_smem, ds_smem,
+    ready, free, *, scale: float, group: int, first_head: int,
 ):  # fmt: skip
     wg = lax.axis_index("wg")
     ring, width, dim = *ds_smem.shape[:2], k.shape[2]
@@ -384,16 +391,29 @@ def _query_kernel(
 
             acc = lax.fori_loop(0, index + 1, step, zeros(dim))
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            for part, x in enumerate(acc):
-                out_smem[wg, part] = (x * scale).astype(dq.dtype)
-            plgpu.commit_smem()
-            for part in range(len(acc)):
-                target = dq.at[tile, unit * width + wg, :, pl.ds(part * COLUMNS, COLUMNS)]
-                plgpu.copy_smem_to_gmem(out_smem.at[wg, part], target)
+            columns = [(x * scale).astype(dq.dtype) for x in acc]
+            head, first = unit * width + wg, tiles[tile, ROW] + index * ROWS
+            high = jnp.minimum(length - index * ROWS, ROWS)
+
+            @pl.when(high == ROWS)
+            def _():
+                for part, x in enumerate(columns):
+                    tiled(out_smem)[wg, part] = x
+                plgpu.commit_smem()
+                for part in range(len(columns)):
+                    target = dq.at[pl.ds(first, ROWS), head, pl.ds(part * COLUMNS, COLUMNS)]
+                    plgpu.copy_smem_to_gmem(leaving(out_smem).at[wg, part], target)
+
+            @pl.when(high < ROWS)
+            def _():
+                store_rows(columns, tail_smem.at[wg], dq, first, head, 0, high)
+
             return done + index + 1
 
         lax.fori_loop(0, visits, visit, 0)
         plgpu.wait_smem_to_gmem(0)
+        first, stride = lax.axis_index("sm") * width + wg, width * lax.axis_size("sm")
+        clear_rows(dq, padding, padding_count[0], tail_smem.at[wg], first, stride)
 
     def feed():
         plgpu.set_max_registers(FEED_REGISTERS, action="decrease")
@@ -516,27 +536,28 @@ def _by_two_keys(q, k, v, dout, lse, delta, plan, pairs, first_head, heads, chai
 
 
 def _by_query(k, ds, plan, first_head, heads, group, scale):
-    """dQ of every tile and query head, in k's dtype [NT, heads, 64, D]."""
+    """dQ of every row and query head, in k's dtype [T, heads, D]."""
     dim, tiles = k.shape[2], plan.tiles.shape[0]
     width = 2 if group % 2 == 0 else 1
-    fixed = width * ROWS * dim * 2 + 4096
+    fixed = width * ROWS * (dim + COLUMNS) * 2 + 4096
     ring = min(6, (SHARED_BYTES - fixed) // (ROWS * dim * 2 + width * ROWS * ROWS * 2))
     return _call(
         functools.partial(_query_kernel, scale=scale, group=group, first_head=first_head),
         "attention_backward_queries",
-        out_type=jax.ShapeDtypeStruct((tiles, heads, ROWS, dim), k.dtype),
+        out_type=jax.ShapeDtypeStruct((k.shape[0], heads, dim), k.dtype),
         grid=(min(MULTIPROCESSORS, tiles * heads // width),),
         grid_names=("sm",),
         num_threads=width + 1,
         thread_name="wg",
         scratch_types=[
-            operand((width, dim // COLUMNS, ROWS, COLUMNS)),
+            parts(width, ROWS, dim),
+            plgpu.SMEM((width, ROWS, COLUMNS), k.dtype),
             parts(ring, ROWS, dim),
             operand((ring, width, ROWS, ROWS)),
             plgpu.Barrier(num_arrivals=dim // COLUMNS + width, num_barriers=ring),
             plgpu.Barrier(num_arrivals=width, num_barriers=ring),
         ],
-    )(k, ds, plan.tiles, plan.by_query, plan.count)
+    )(k, ds, plan.tiles, plan.by_query, plan.count, plan.padding, plan.padding_count)
 
 
 def pair_sum(x: jax.Array) -> jax.Array:
@@ -605,4 +626,4 @@ def backward(
         x = jnp.concatenate(parts, axis=1)
         return x.at[plan.tile, :, plan.offset].get(mode="fill", fill_value=0)
 
-    return to_rows(dq), to_rows(dk), to_rows(dv)
+    return jnp.concatenate(dq, axis=1)[: plan.tile.shape[0]], to_rows(dk), to_rows(dv)

@@ -77,6 +77,9 @@ def landing(union):
     return union[1] if _interpreted() else union[0]  # which the interpreter knows not to be one
 
 
+leaving = landing  # the view that a copy may empty
+
+
 def tiled(union):
     """The view of `parts` that is read."""
     return union[1]

@@ -44,9 +44,11 @@ class Blocking:
 
 @partial(
     register_dataclass,
-    data_fields=["tiles", "tile_count", "items", "item_count", "segments"],
+    data_fields=[
+        "tiles", "tile_count", "items", "item_count", "segments", "padding", "padding_count",
+    ],
     meta_fields=[],
-)
+)  # fmt: skip
 @dataclasses.dataclass(frozen=True)
 class Plan:
     """int32 work lists, longest entry first.
@@ -58,6 +60,7 @@ class Plan:
     items [NI, 8], item_count [1]: one decoded token and one KV segment: row, position, sequence,
       segment, KV blocks of the segment to visit.
     segments [S]: KV segments of each sequence that decodes one token; 0 for every other.
+    padding [T], padding_count [1]: rows of no sequence.
     """
 
     tiles: jax.Array
@@ -65,6 +68,8 @@ class Plan:
     items: jax.Array
     item_count: jax.Array
     segments: jax.Array
+    padding: jax.Array
+    padding_count: jax.Array
 
 
 def _owner(counts: jax.Array, size: int) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -75,6 +80,16 @@ def _owner(counts: jax.Array, size: int) -> tuple[jax.Array, jax.Array, jax.Arra
     valid = owner < counts.shape[0]
     owner = jnp.where(valid, owner, 0)
     return owner, entry - (end - counts)[owner], valid
+
+
+def padding_rows(start: jax.Array, length: jax.Array, tokens: int) -> tuple[jax.Array, jax.Array]:
+    """int32 [T] rows of no sequence, in order, then anything; and how many there are [1]."""
+    row = jnp.arange(tokens, dtype=jnp.int32)
+    inside = (row >= start[:, None]) & (row < (start + length)[:, None])
+    free = ~jnp.any(inside, axis=0)
+    place = jnp.where(free, jnp.cumsum(free, dtype=jnp.int32) - 1, tokens)
+    rows = jnp.zeros((tokens,), jnp.int32).at[place].set(row, mode="drop", unique_indices=True)
+    return rows, jnp.sum(free, dtype=jnp.int32)[None]
 
 
 def _longest_first(work: jax.Array, valid: jax.Array) -> jax.Array:
@@ -138,7 +153,8 @@ def plan(
     seq, k, valid = _owner(segments, size)
     work = jnp.minimum(blocks[seq] - k * per_segment, per_segment)
     items, item_count = _table([start[seq], context[seq], seq, k, work], work, valid)
-    return Plan(tiles, tile_count, items, item_count, segments)
+    padding = padding_rows(start, length, tokens)
+    return Plan(tiles, tile_count, items, item_count, segments, *padding)
 
 
 # columns of a training tile
@@ -147,9 +163,12 @@ ROW, INDEX, COUNT, LENGTH, FIRST, PAIRS = range(6)
 
 @partial(
     register_dataclass,
-    data_fields=["tiles", "by_query", "by_key", "by_two_keys", "two_count", "count", "rows", "tile", "offset"],
+    data_fields=[
+        "tiles", "by_query", "by_key", "by_two_keys", "two_count", "count", "rows", "tile", "offset",
+        "padding", "padding_count",
+    ],
     meta_fields=[],
-)
+)  # fmt: skip
 @dataclasses.dataclass(frozen=True)
 class TrainingPlan:
     """int32 work lists of the backward: whole sequences, cut into tiles of 64 tokens from their
@@ -165,6 +184,7 @@ class TrainingPlan:
     count [1]: how many tiles there are.
     rows [NT, 64]: row of the batch of every place in a tile; T where there is none.
     tile, offset [T]: the inverse, tile and place of every row; tile = NT at padding rows.
+    padding [T], padding_count [1]: rows of no sequence.
     """
 
     tiles: jax.Array
@@ -176,6 +196,8 @@ class TrainingPlan:
     rows: jax.Array
     tile: jax.Array
     offset: jax.Array
+    padding: jax.Array
+    padding_count: jax.Array
 
 
 def plan_training(
@@ -201,6 +223,7 @@ def plan_training(
     used = valid[:, None] & (place < length[seq][:, None])
     row = jnp.where(used, start[seq][:, None] + place, tokens)
     entry = jnp.broadcast_to(jnp.arange(size, dtype=jnp.int32)[:, None], row.shape)
+    padding, padding_count = padding_rows(start, length, tokens)
     return TrainingPlan(
         tiles=jnp.pad(tiles, ((0, 0), (0, COLUMNS - len(columns)))),
         by_query=_longest_first(index + 1, valid),
@@ -213,4 +236,6 @@ def plan_training(
         offset=jnp.zeros((tokens,), jnp.int32)
         .at[row]
         .set(jnp.broadcast_to(inside, row.shape), mode="drop"),
+        padding=padding,
+        padding_count=padding_count,
     )
