@@ -257,10 +257,10 @@ def _two_keys_kernel(
             queries += i * ROWS
             return jnp.where((keys + mine * ROWS <= queries) & (queries < length), x, 0.0)
 
-        plgpu.barrier_wait(kv_ready)
+        plgpu.barrier_wait(kv_ready.at[wg])
 
-        def step(j, sums, head, first, edge: bool):
-            i, here = index + j, slot(first + j)
+        def step(j, sums, c, first, edge: bool):
+            i, here, head = index + j, slot(first + j), unit * chain + c
             queries, douts = tiled(q_smem).at[here], tiled(dout_smem).at[here]
             masked = (lambda x: mask(x, i)) if edge else lambda x: x
             plgpu.barrier_wait(ready.at[here])
@@ -279,6 +279,10 @@ def _two_keys_kernel(
 
             p, dp = rows_products(
                 (tiled(k_smem).at[again], queries), (tiled(v_smem).at[again], douts), weights
+            )
+            # the next keys may come while these sums are finished and leave
+            pl.when((j + 1 == visits) & (c + 1 == chain))(
+                lambda: plgpu.barrier_arrive(kv_free.at[wg])
             )
 
             def gradient():
@@ -303,7 +307,7 @@ def _two_keys_kernel(
                 plgpu.barrier_wait(ready.at[slot(first)])
                 plgpu.barrier_arrive(free.at[slot(first)])
 
-            at = functools.partial(step, head=unit * chain + c, first=first)
+            at = functools.partial(step, c=c, first=first)
             stop = jnp.minimum(wg + 1, visits)
             middle = jnp.maximum(whole, stop)
             sums = lax.fori_loop(wg, stop, functools.partial(at, edge=True), sums)
@@ -312,7 +316,7 @@ def _two_keys_kernel(
 
         sums = (zeros(dim), zeros(dim))
         sums = head(0, sums) if chain == 1 else lax.fori_loop(0, chain, head, sums)
-        plgpu.barrier_arrive(kv_free)
+        pl.when(mine >= total)(lambda: plgpu.barrier_arrive(kv_free.at[wg]))
 
         @pl.when(mine < total)
         def _():
@@ -324,7 +328,8 @@ def _two_keys_kernel(
     def feed():
         plgpu.set_max_registers(LEAST_REGISTERS, action="decrease")
         drain(free, lax.fori_loop(0, rounds_, load, 0))
-        pl.when(rounds_ > 0)(lambda: plgpu.barrier_wait(kv_free))
+        for i in range(2):
+            pl.when(rounds_ > 0)(lambda i=i: plgpu.barrier_wait(kv_free.at[i]))
 
     def load(number, done):
         at, unit = item(number)
@@ -334,11 +339,11 @@ def _two_keys_kernel(
         kv_head = lax.div(first_head + unit * chain, q.shape[1] // k.shape[1])
 
         def keys():
-            pl.when(number > 0)(lambda: plgpu.barrier_wait(kv_free))
             for i in range(2):
+                pl.when(number > 0)(lambda i=i: plgpu.barrier_wait(kv_free.at[i]))
                 rows = pl.ds(row + (index + i) * ROWS, ROWS)
-                load_parts(k, rows, kv_head, k_smem, i, kv_ready)
-                load_parts(v, rows, kv_head, v_smem, i, kv_ready)
+                load_parts(k, rows, kv_head, k_smem, i, kv_ready.at[i])
+                load_parts(v, rows, kv_head, v_smem, i, kv_ready.at[i])
 
         def one(n, _):
             here, i = slot(done + n), index + lax.rem(n, visits)
@@ -527,8 +532,8 @@ def _by_two_keys(q, k, v, dout, lse, delta, plan, pairs, first_head, heads, chai
             plgpu.SMEM((ring, ROWS), jnp.float32),
             plgpu.SMEM((ring, ROWS), jnp.float32),
             operand((2, ROWS, ROWS)),
-            plgpu.Barrier(num_arrivals=4 * copies),
-            plgpu.Barrier(num_arrivals=2),
+            plgpu.Barrier(num_arrivals=2 * copies, num_barriers=2),
+            plgpu.Barrier(num_barriers=2),
             plgpu.Barrier(num_arrivals=2 * copies + 2, num_barriers=ring),
             plgpu.Barrier(num_arrivals=2, num_barriers=ring),
         ],
