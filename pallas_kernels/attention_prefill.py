@@ -57,9 +57,14 @@ def heads_per_block(group: int) -> int:
     return 2 if group % 2 == 0 else 1
 
 
+def apart(dim: int) -> bool:
+    """Whether results leave from a place of their own, so that the next queries need not wait."""
+    return dim <= 128
+
+
 def stages(dim: int, block: int) -> int:
-    """KV blocks in the ring: what fits beside the queries and the staging of partial tiles."""
-    fixed = 2 * ROWS * dim * 2 + 2 * ROWS * TAIL * 2 + 4096
+    """KV blocks in the ring: what fits beside queries, results and the staging of partial tiles."""
+    fixed = (2 + 2 * apart(dim)) * ROWS * dim * 2 + 2 * ROWS * TAIL * 2 + 4096
     return min(4, (SHARED_BYTES - fixed) // (2 * block * dim * 2))
 
 
@@ -70,6 +75,7 @@ def _kernel(
     refs = list(rest)
     lse_out = refs.pop(0) if lse else None
     m_spill, mass_spill, acc_spill = (refs.pop(0) for _ in range(3)) if spill else (None,) * 3
+    out_smem = refs.pop(0) if apart(q.shape[2]) else refs[0]
     q_smem, k_smem, v_smem, tail_smem, q_ready, q_free, *refs = refs
     k_ready, v_ready, k_free, v_free, turn = refs
 
@@ -109,7 +115,6 @@ def _kernel(
         # blocks that even the first valid row sees whole
         open_blocks = lax.div(jnp.maximum(position + low + 1, 0), block)
 
-        queries = q_smem.at[wg]
         plgpu.barrier_wait(q_ready.at[wg])
         plgpu.barrier_wait(k_ready.at[slot(done)])
 
@@ -121,6 +126,8 @@ def _kernel(
             again = q_smem.at[wg + lax.div(j, MANY)]
             s = product(again, k_smem.at[here].transpose((1, 0)), then=swap_turns)
             plgpu.barrier_arrive(k_free.at[here])
+            if apart(dim):
+                pl.when(j + 1 == blocks)(lambda: plgpu.barrier_arrive(q_free.at[wg]))
             if masked:
                 s = softmax.causal(s, position, j * block)
             m, shrink, p = softmax.weigh(m, s, scale, masked=masked)
@@ -198,17 +205,21 @@ def _kernel(
 
         @pl.when((low == 0) & (high == ROWS))
         def _():
-            queries[...] = result
+            if apart(dim):
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # of the item before
+            out_smem[wg] = result
             plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(queries, out.at[pl.ds(row, ROWS), head])
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            plgpu.copy_smem_to_gmem(out_smem.at[wg], out.at[pl.ds(row, ROWS), head])
+            if not apart(dim):
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
         @pl.when((low > 0) | (high < ROWS))
         def _():
             columns = [result[:, at : at + TAIL] for at in range(0, dim, TAIL)]
             store_rows(columns, tail_smem.at[wg], out, row, head, low, high)
 
-        plgpu.barrier_arrive(q_free.at[wg])
+        if not apart(dim):
+            plgpu.barrier_arrive(q_free.at[wg])
         return done + blocks
 
     def feed():
@@ -312,6 +323,7 @@ def prefill(
         num_threads=3,
         thread_name="wg",
         scratch_types=[
+            *[operand((2, ROWS, dim))] * apart(dim),
             operand((2, ROWS, dim)),
             operand((ring, block, dim)),
             operand((ring, block, dim)),
