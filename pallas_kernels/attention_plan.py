@@ -95,13 +95,13 @@ def padding_rows(start: jax.Array, length: jax.Array, tokens: int) -> tuple[jax.
 def _longest_first(work: jax.Array, valid: jax.Array) -> jax.Array:
     """Permutation int32 [N]: valid entries by descending work, then the others.
 
-    The lists are short, so that comparing all pairs in one kernel beats the many of a sort.
+    The lists are short, so that comparing all pairs in two kernels beats the many of a sort.
     """
     key = jnp.where(valid, work, -1)
     index = jnp.arange(key.shape[0], dtype=jnp.int32)
     ahead = (key > key[:, None]) | ((key == key[:, None]) & (index < index[:, None]))
     rank = jnp.sum(ahead, axis=1, dtype=jnp.int32)
-    return jnp.zeros_like(index).at[rank].set(index, unique_indices=True)
+    return jnp.sum(jnp.where(rank == index[:, None], index, 0), axis=1, dtype=jnp.int32)
 
 
 def _table(
@@ -222,7 +222,12 @@ def plan_training(
     place = index[:, None] * rows + inside
     used = valid[:, None] & (place < length[seq][:, None])
     row = jnp.where(used, start[seq][:, None] + place, tokens)
-    entry = jnp.broadcast_to(jnp.arange(size, dtype=jnp.int32)[:, None], row.shape)
+    # the inverse: a row's sequence, then its place
+    at = jnp.arange(tokens, dtype=jnp.int32)
+    whose = (at[:, None] >= start) & (at[:, None] < start + length)  # at most one
+    of = lambda x: jnp.sum(jnp.where(whose, x, 0), axis=1, dtype=jnp.int32)  # noqa: E731
+    inner = jnp.where(whose.any(axis=1), at - of(start), 0)
+    tile = jnp.where(whose.any(axis=1), of(jnp.cumsum(count) - count) + inner // rows, size)
     padding, padding_count = padding_rows(start, length, tokens)
     return TrainingPlan(
         tiles=jnp.pad(tiles, ((0, 0), (0, COLUMNS - len(columns)))),
@@ -232,10 +237,8 @@ def plan_training(
         two_count=jnp.sum(valid & (index % 2 == 0), dtype=jnp.int32)[None],
         count=jnp.sum(valid, dtype=jnp.int32)[None],
         rows=row,
-        tile=jnp.full((tokens,), size, jnp.int32).at[row].set(entry, mode="drop"),
-        offset=jnp.zeros((tokens,), jnp.int32)
-        .at[row]
-        .set(jnp.broadcast_to(inside, row.shape), mode="drop"),
+        tile=tile,
+        offset=inner % rows,
         padding=padding,
         padding_count=padding_count,
     )
