@@ -287,15 +287,16 @@ def _two_keys_kernel(
 
             def gradient():
                 shift = plgpu.load(delta_smem.at[here], layout=plgpu.Layout.WGMMA.reduce(0))
-                d = masked(p * (dp - _columns_of(shift, square))).astype(q.dtype)
+                return masked(p * (dp - _columns_of(shift, square))).astype(q.dtype)
+
+            def keep(d):
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 ds_smem[wg] = d
                 plgpu.commit_smem()
                 pair = pairs + lax.div(i * (i + 1), 2) + mine
                 plgpu.copy_smem_to_gmem(ds_smem.at[wg], ds.at[pair, head])
-                return d
 
-            sums = accumulate_both(sums, p.astype(q.dtype), douts, gradient, queries)
+            sums = accumulate_both(sums, p.astype(q.dtype), douts, gradient, queries, keep)
             plgpu.barrier_arrive(free.at[here])
             return sums
 

@@ -151,16 +151,24 @@ def accumulate_parts(sums: Parts, a, b) -> Parts:
     return pl.run_state(issue)(tuple(map(plgpu.ACC.init, sums)))
 
 
-def accumulate_both(sums: tuple[Parts, Parts], a, b, then: Callable[[], jax.Array], d):
-    """(sums[0] + a @ b, sums[1] + then() @ d); `then` runs while the first is under way."""
+def accumulate_both(
+    sums: tuple[Parts, Parts], a, b, then: Callable[[], jax.Array], d,
+    after: Callable[[jax.Array], None],
+) -> tuple[Parts, Parts]:  # fmt: skip
+    """(sums[0] + a @ b, sums[1] + c @ d) with c = then(), which runs while the first is under way;
+    after(c) does while both are.
+    """
     if _interpreted():
-        return accumulate_parts(sums[0], a, b), accumulate_parts(sums[1], then(), d)
+        first, c = accumulate_parts(sums[0], a, b), then()
+        after(c)
+        return first, accumulate_parts(sums[1], c, d)
 
     def issue(accumulators):
         for part, x in enumerate(accumulators[0]):
             plgpu.wgmma(x, a, b.at[part])
-        later = then()
+        c = then()
         for part, x in enumerate(accumulators[1]):
-            plgpu.wgmma(x, later, d.at[part])
+            plgpu.wgmma(x, c, d.at[part])
+        after(c)
 
     return pl.run_state(issue)(tuple(tuple(map(plgpu.ACC.init, x)) for x in sums))
