@@ -113,9 +113,7 @@ def paged_attention(
     return out, sums
 
 
-def plan_attention_backward(
-    start: jax.Array, length: jax.Array, *, tokens: int
-) -> TrainingPlan:
+def plan_attention_backward(start: jax.Array, length: jax.Array, *, tokens: int) -> TrainingPlan:
     """Work lists of `paged_attention_backward`, for all layers of a step.
 
     Args:
@@ -153,9 +151,7 @@ def paged_attention_backward(
       rows.
     """
     short = max(0, ROWS - q.shape[0])  # a copy names a whole tile
-    q, k, v, out, dout = (
-        jnp.pad(x, ((0, short), (0, 0), (0, 0))) for x in (q, k, v, out, dout)
-    )
+    q, k, v, out, dout = (jnp.pad(x, ((0, short), (0, 0), (0, 0))) for x in (q, k, v, out, dout))
     return attention_backward.backward(
         q, k, v, out, lse, dout, work, scale=scale, max_length=max_length, chain=chain,
     )  # fmt: skip

@@ -164,8 +164,8 @@ ROW, INDEX, COUNT, LENGTH, FIRST, PAIRS = range(6)
 @partial(
     register_dataclass,
     data_fields=[
-        "tiles", "by_query", "by_key", "by_two_keys", "two_count", "count", "rows", "tile", "offset",
-        "padding", "padding_count",
+        "tiles", "by_query", "by_key", "by_two_keys", "two_count", "count", "rows", "tile",
+        "offset", "padding", "padding_count",
     ],
     meta_fields=[],
 )  # fmt: skip
@@ -174,9 +174,9 @@ class TrainingPlan:
     """int32 work lists of the backward: whole sequences, cut into tiles of 64 tokens from their
     first.
 
-    tiles [NT, 8]: the sequence's first row, index of the tile in the sequence, tiles and tokens of the sequence, number of the sequence's
-      first tile, number of its first pair of tiles. Query tile i and key tile j <= i of a sequence
-      are pair i (i + 1) / 2 + j of its own.
+    tiles [NT, 8]: the sequence's first row, index of the tile in the sequence, tiles and tokens of
+      the sequence, number of the sequence's first tile, number of its first pair of tiles. Query
+      tile i and key tile j <= i of a sequence are pair i (i + 1) / 2 + j of its own.
     by_query, by_key [NT]: tiles in the order in which to visit them as queries and as keys, most
       work first.
     by_two_keys [NT], two_count [1]: the same of every other tile of a sequence, the first included,

@@ -69,8 +69,8 @@ def stages(dim: int, block: int) -> int:
 
 
 def _kernel(
-    q, k_pages, v_pages, table, tiles, count, padding, padding_count, out, *rest, scale: float, blocking: Blocking,
-    lse: bool, spill: bool,
+    q, k_pages, v_pages, table, tiles, count, padding, padding_count, out, *rest, scale: float,
+    blocking: Blocking, lse: bool, spill: bool,
 ):  # fmt: skip
     refs = list(rest)
     lse_out = refs.pop(0) if lse else None

@@ -14,7 +14,12 @@ import numpy as np
 import pytest
 
 import isojax  # noqa: F401  (sets XLA flags)
-from pallas_kernels import attention, attention_prefill
+from pallas_kernels import (
+    attention,
+    attention_backward,
+    attention_backward_keys,
+    attention_prefill,
+)
 from tests.kernels import interpreted
 
 gpu = pytest.mark.gpu
@@ -194,7 +199,9 @@ def test_write_pages(piece_rows):
         (Heads(1, 1, 192), [(1, 70)], 77, 1),
     ],
 )
-def test_backward(heads, entries, tokens, chain):
+def test_backward(heads, entries, tokens, chain, monkeypatch):
+    for module in (attention_backward, attention_backward_keys):
+        monkeypatch.setattr(module, "MULTIPROCESSORS", 2)  # several items a thread block
     rng = np.random.default_rng(4)
     q, dout = (draw(rng, tokens, heads.query, heads.dim) for _ in range(2))
     k, v = (draw(rng, tokens, heads.key, heads.dim) for _ in range(2))
