@@ -121,7 +121,7 @@ def training(batch, length, heads, kv_heads, dim, *, block=64, segment=4096):
             start, size, 0 * start, tokens=tokens, max_keys=columns * 64, decode=False,
             blocking=blocking,
         )  # fmt: skip
-        return forward, attention.plan_attention_backward(start, size, tokens=tokens, aligned=True)
+        return forward, attention.plan_attention_backward(start, size, tokens=tokens)
 
     def forward(q, k_pages, v_pages, work, lse=False):
         return attention.paged_attention(

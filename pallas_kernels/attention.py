@@ -113,18 +113,14 @@ def paged_attention(
     return out, sums
 
 
-def plan_attention_backward(
-    start: jax.Array, length: jax.Array, *, tokens: int, aligned: bool
-) -> TrainingPlan:
+def plan_attention_backward(start: jax.Array, length: jax.Array, *, tokens: int) -> TrainingPlan:
     """Work lists of `paged_attention_backward`, for all layers of a step.
 
     Args:
       start, length: int32 [S]; first row and tokens of each whole sequence (0: unused entry).
       tokens: T.
-      aligned: the caller promises that every start is a multiple of 8. Otherwise each backward
-        first copies its rows to such places. It moves no bit.
     """
-    return plan_training(start, length, tokens=tokens, aligned=aligned)
+    return plan_training(start, length, tokens=tokens)
 
 
 def paged_attention_backward(
@@ -154,10 +150,8 @@ def paged_attention_backward(
       neighbouring chains, for the caller to join with other ranks' and to round. Zero at padding
       rows.
     """
-    arrays = [q, k, v, out, dout]
-    if work.source is not None:
-        arrays = [x.at[work.source].get(mode="fill", fill_value=0) for x in arrays]
-    q, k, v, out, dout = map(_pad_rows, arrays)
+    short = max(0, ROWS - q.shape[0])  # a copy names a whole tile
+    q, k, v, out, dout = (jnp.pad(x, ((0, short), (0, 0), (0, 0))) for x in (q, k, v, out, dout))
     return attention_backward.backward(
         q, k, v, out, lse, dout, work, scale=scale, max_length=max_length, chain=chain,
     )  # fmt: skip

@@ -5,9 +5,9 @@ With x = scale q.k, P = exp(x - lse) and delta = rowsum(dout * out):
     dV = P^T dO        dS = P * (dO V^T - delta)        dK = scale dS^T Q        dQ = scale dS K
 
 1. delta of every row.
-2. By key tiles: query tiles in ascending order; sums dK and dV and writes the rounded dS^T of every
-   pair of tiles. One warpgroup makes P and dV, a second dP, dS and dK; a third feeds them.
-3. By query tiles: dQ from the stored dS^T, key tiles in ascending order.
+2. By key tiles (`attention_backward_keys`): query tiles in ascending order; sums dK and dV and
+   writes the rounded dS^T of every pair of tiles.
+3. By query tiles, persistent blocks: dQ from the stored dS^T, key tiles in ascending order.
 
 Storing dS costs memory traffic that step 2 hides, and saves computing the scores twice. Every sum
 has an order that names only positions of the own sequence: batch composition, packing and grid
@@ -23,36 +23,22 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.attention_mma import (
-    COMPUTE_REGISTERS,
-    FEED_REGISTERS,
-    accumulate,
-    operand,
-    product,
+from pallas_kernels.attention_backward_keys import by_key
+from pallas_kernels.attention_mma import COMPUTE_REGISTERS, FEED_REGISTERS, launch, operand
+from pallas_kernels.attention_pages import SHARED_BYTES, clear_rows, drain, store_rows
+from pallas_kernels.attention_parts import (
+    COLUMNS,
+    accumulate_parts,
+    clear,
+    leaving,
+    load_parts,
+    parts,
+    tiled,
+    zeros,
 )
-from pallas_kernels.attention_pages import SHARED_BYTES, clear_stale, drain
-from pallas_kernels.attention_plan import COUNT, FIRST, INDEX, LENGTH, PAIRS, ROW, TrainingPlan
+from pallas_kernels.attention_plan import INDEX, LENGTH, PAIRS, ROW, TrainingPlan
+from pallas_kernels.attention_rounds import MULTIPROCESSORS, rounds
 from pallas_kernels.attention_softmax import LOG2E, ROWS
-
-TILE_COLUMNS = (ROW, INDEX, COUNT, LENGTH, FIRST, PAIRS)
-MANY = 1 << 30  # more steps than a tile has, see attention_prefill
-PART = 64  # columns that pass through registers at a time outside the products
-
-
-def _call(body, name: str, **kwargs):
-    return plgpu.kernel(
-        body,
-        compiler_params=plgpu.CompilerParams(
-            approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane
-        ),
-        kernel_name=name,
-        **kwargs,
-    )
-
-
-def _columns_of(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """A per-column vector broadcast along the rows of `shape`."""
-    return lax.broadcast_in_dim(x, shape, [1])
 
 
 def _delta_kernel(out, dout, tiles, count, delta, out_smem, dout_smem, ready):
@@ -61,270 +47,144 @@ def _delta_kernel(out, dout, tiles, count, delta, out_smem, dout_smem, ready):
     @pl.when(tile < count[0])
     def _():
         rows = pl.ds(tiles[tile, ROW] + tiles[tile, INDEX] * ROWS, ROWS)
-        plgpu.copy_gmem_to_smem(out.at[rows, head], out_smem, ready)
-        plgpu.copy_gmem_to_smem(dout.at[rows, head], dout_smem, ready)
+        load_parts(out, rows, head, out_smem, 0, ready)
+        load_parts(dout, rows, head, dout_smem, 0, ready)
         plgpu.barrier_wait(ready)
         total = plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), plgpu.Layout.WGMMA.reduce(1))
-        for column in range(0, out.shape[2], PART):
-            part = pl.ds(column, PART)
-            o = plgpu.load(out_smem.at[:, part], layout=plgpu.Layout.WGMMA).astype(jnp.float32)
-            d = plgpu.load(dout_smem.at[:, part], layout=plgpu.Layout.WGMMA).astype(jnp.float32)
+        for part in range(out.shape[2] // COLUMNS):
+            o, d = (
+                plgpu.load(tiled(x).at[0, part], layout=plgpu.Layout.WGMMA).astype(jnp.float32)
+                for x in (out_smem, dout_smem)
+            )
             total += (o * d).sum(axis=1)
         delta[tile, head] = total
 
 
-def _key_kernel(
-    q, k, v, dout, lse, delta, tiles, order, count, dk, dv, ds, k_smem, v_smem, q_smem, dout_smem,
-    lse_smem, delta_smem, p_smem, ds_smem, kv_ready, q_ready, dout_ready, free, p_ready, p_free, *,
-    scale: float, first_head: int, chain: int,
+def _query_kernel(
+    k, ds, tiles, order, count, padding, padding_count, dq, out_smem, tail_smem, k_smem, ds_smem,
+    ready, free, *, scale: float, group: int, first_head: int,
 ):  # fmt: skip
     wg = lax.axis_index("wg")
-    at, unit = lax.axis_index("tile"), lax.axis_index("unit")
-    kv_head = lax.div(first_head + unit * chain, q.shape[1] // k.shape[1])
-    ring, dim = q_smem.shape[0], q.shape[2]
-    square = (ROWS, ROWS)
+    ring, width, dim = *ds_smem.shape[:2], k.shape[2]
+    keys = tiled(k_smem)
     slot = lambda n: lax.rem(n, ring)  # noqa: E731
+    visits, item = rounds(count[0], dq.shape[1] // width)
 
-    def work():
-        tile = order[at]
-        row, index, total, length, first, pairs = (tiles[tile, c] for c in TILE_COLUMNS)
-        visits = total - index  # query tiles that see these keys
-        steps = visits * chain
+    def multiply():
+        plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
 
-        def visit(n):
-            """Query tile and query head (of those at hand) of step n."""
-            return index + lax.rem(n, visits), unit * chain + lax.div(n, visits)
-
-        def mask(x, i):
-            """x [keys, queries], zero where a query cannot see the key or does not exist."""
-            keys = plgpu.broadcasted_iota(jnp.int32, square, 0, layout=plgpu.Layout.WGMMA)
-            queries = plgpu.broadcasted_iota(jnp.int32, square, 1, layout=plgpu.Layout.WGMMA)
-            queries += i * ROWS
-            return jnp.where((keys + index * ROWS <= queries) & (queries < length), x, 0.0)
-
-        def masked(x, i):
-            edge = (i == index) | ((i + 1) * ROWS > length)
-            return lax.cond(edge, lambda: mask(x, i), lambda: x)
-
-        def clear(ref, i):
-            pl.when((i + 1) * ROWS > length)(functools.partial(clear_stale, ref, i * ROWS, length))
-
-        def values():
-            plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
-            plgpu.barrier_wait(kv_ready)
-
-            def step(n, acc):
-                (i, _), here = visit(n), slot(n)
-                plgpu.barrier_wait(q_ready.at[here])
-                x = product(k_smem.at[lax.div(n, MANY)], q_smem.at[here].transpose((1, 0)))
-                top = plgpu.load(lse_smem.at[here], layout=plgpu.Layout.WGMMA.reduce(0))
-                p = masked(jnp.exp2(x * (scale * LOG2E) - _columns_of(top, square)), i)
-                pl.when(n > 0)(lambda: plgpu.barrier_wait(p_free))
-                p_smem[...] = p
-                plgpu.barrier_arrive(p_ready)
-                plgpu.barrier_wait(dout_ready.at[here])
-                clear(dout_smem.at[here], i)
-                acc = accumulate(acc, p.astype(q.dtype), dout_smem.at[here])
-                plgpu.barrier_arrive(free.at[here])
-                return acc
-
-            dv[tile, unit] = lax.fori_loop(0, steps, step, zeros())
-            plgpu.barrier_wait(p_free)
-
-        def keys():
-            plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
-            plgpu.barrier_wait(kv_ready)
-
-            def step(n, acc):
-                (i, head), here = visit(n), slot(n)
-                plgpu.barrier_wait(dout_ready.at[here])
-                dp = product(v_smem.at[lax.div(n, MANY)], dout_smem.at[here].transpose((1, 0)))
-                shift = plgpu.load(delta_smem.at[here], layout=plgpu.Layout.WGMMA.reduce(0))
-                plgpu.barrier_wait(p_ready)
-                p = plgpu.load(p_smem, layout=plgpu.Layout.WGMMA)
-                plgpu.barrier_arrive(p_free)
-                d = masked(p * (dp - _columns_of(shift, square)), i).astype(q.dtype)
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                ds_smem[...] = d
-                plgpu.commit_smem()
-                pair = pairs + lax.div(i * (i + 1), 2) + index
-                plgpu.copy_smem_to_gmem(ds_smem, ds.at[pair, head])
-                plgpu.barrier_wait(q_ready.at[here])
-                clear(q_smem.at[here], i)
-                acc = accumulate(acc, d, q_smem.at[here])
-                plgpu.barrier_arrive(free.at[here])
-                return acc
-
-            acc = lax.fori_loop(0, steps, step, zeros())
-            dk[tile, unit] = acc * scale
-            plgpu.wait_smem_to_gmem(0)
-
-        def feed():
-            plgpu.set_max_registers(FEED_REGISTERS, action="decrease")
-            rows = pl.ds(row + index * ROWS, ROWS)
-            plgpu.copy_gmem_to_smem(k.at[rows, kv_head], k_smem.at[0], kv_ready)
-            plgpu.copy_gmem_to_smem(v.at[rows, kv_head], v_smem.at[0], kv_ready)
-
-            def load(n, _):
-                (i, head), here = visit(n), slot(n)
-                head += first_head
-                pl.when(n >= ring)(lambda: plgpu.barrier_wait(free.at[here]))
-                rows = pl.ds(row + i * ROWS, ROWS)
-                plgpu.copy_gmem_to_smem(q.at[rows, head], q_smem.at[here], q_ready.at[here])
-                plgpu.copy_gmem_to_smem(
-                    lse.at[first + i, head], lse_smem.at[here], q_ready.at[here]
-                )
-                plgpu.copy_gmem_to_smem(
-                    dout.at[rows, head], dout_smem.at[here], dout_ready.at[here]
-                )
-                plgpu.copy_gmem_to_smem(
-                    delta.at[first + i, head], delta_smem.at[here], dout_ready.at[here]
-                )
-
-            lax.fori_loop(0, steps, load, None)
-            drain(free, steps)
-
-        pl.when(wg == 0)(values)
-        pl.when(wg == 1)(keys)
-        pl.when(wg == 2)(feed)
-
-    def zeros():
-        return plgpu.layout_cast(jnp.zeros((ROWS, dim), jnp.float32), plgpu.Layout.WGMMA)
-
-    pl.when(at < count[0])(work)
-
-
-def _query_kernel(
-    k, ds, tiles, order, count, dq, out_smem, k_smem, ds_smem, ready, free, *, scale: float,
-    group: int, first_head: int,
-):  # fmt: skip
-    wg, at, unit = (lax.axis_index(name) for name in ("wg", "tile", "unit"))
-    ring, (width, _, dim) = k_smem.shape[0], out_smem.shape
-    slot = lambda n: lax.rem(n, ring)  # noqa: E731
-
-    def work():
-        tile = order[at]
-        row, index, _, length, _, pairs = (tiles[tile, c] for c in TILE_COLUMNS)
-        pair = pairs + lax.div(index * (index + 1), 2)
-        steps = index + 1
-
-        def multiply():
-            plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
+        def visit(n, done):
+            at, unit = item(n)
+            tile = order[at]
+            index, length = tiles[tile, INDEX], tiles[tile, LENGTH]
 
             def step(j, acc):
-                here = slot(j)
+                here = slot(done + j)
                 plgpu.barrier_wait(ready.at[here])
                 pl.when((j + 1) * ROWS > length)(
-                    functools.partial(clear_stale, k_smem.at[here], j * ROWS, length)
+                    functools.partial(clear, keys.at[here], j * ROWS, length)
                 )
                 scores = ds_smem.at[here, wg].transpose((1, 0))
-                acc = accumulate(acc, scores, k_smem.at[here])
+                acc = accumulate_parts(acc, scores, keys.at[here])
                 plgpu.barrier_arrive(free.at[here])
                 return acc
 
-            acc = plgpu.layout_cast(jnp.zeros((ROWS, dim), jnp.float32), plgpu.Layout.WGMMA)
-            acc = lax.fori_loop(0, steps, step, acc)
-            out_smem[wg] = (acc * scale).astype(dq.dtype)
-            plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(out_smem.at[wg], dq.at[tile, unit * width + wg])
-            plgpu.wait_smem_to_gmem(0)
+            acc = lax.fori_loop(0, index + 1, step, zeros(dim))
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            columns = [(x * scale).astype(dq.dtype) for x in acc]
+            head, first = unit * width + wg, tiles[tile, ROW] + index * ROWS
+            high = jnp.minimum(length - index * ROWS, ROWS)
 
-        def feed():
-            plgpu.set_max_registers(FEED_REGISTERS, action="decrease")
+            @pl.when(high == ROWS)
+            def _():
+                for part, x in enumerate(columns):
+                    tiled(out_smem)[wg, part] = x
+                plgpu.commit_smem()
+                for part in range(len(columns)):
+                    target = dq.at[pl.ds(first, ROWS), head, pl.ds(part * COLUMNS, COLUMNS)]
+                    plgpu.copy_smem_to_gmem(leaving(out_smem).at[wg, part], target)
+
+            @pl.when(high < ROWS)
+            def _():
+                store_rows(columns, tail_smem.at[wg], dq, first, head, 0, high)
+
+            return done + index + 1
+
+        lax.fori_loop(0, visits, visit, 0)
+        plgpu.wait_smem_to_gmem(0)
+        first, stride = lax.axis_index("sm") * width + wg, width * lax.axis_size("sm")
+        clear_rows(dq, padding, padding_count[0], tail_smem.at[wg], first, stride)
+
+    def feed():
+        plgpu.set_max_registers(FEED_REGISTERS, action="decrease")
+
+        def visit(n, done):
+            at, unit = item(n)
+            tile = order[at]
+            row, index, pair = (tiles[tile, c] for c in (ROW, INDEX, PAIRS))
+            pair += lax.div(index * (index + 1), 2)
             kv_head = lax.div(first_head + unit * width, group)
 
             def load(j, _):
-                here = slot(j)
-                pl.when(j >= ring)(lambda: plgpu.barrier_wait(free.at[here]))
+                here = slot(done + j)
+                pl.when(done + j >= ring)(lambda: plgpu.barrier_wait(free.at[here]))
                 rows = pl.ds(row + j * ROWS, ROWS)
-                plgpu.copy_gmem_to_smem(k.at[rows, kv_head], k_smem.at[here], ready.at[here])
+                load_parts(k, rows, kv_head, k_smem, here, ready.at[here])
                 for i in range(width):
                     plgpu.copy_gmem_to_smem(
                         ds.at[pair + j, unit * width + i], ds_smem.at[here, i], ready.at[here]
                     )
 
-            lax.fori_loop(0, steps, load, None)
-            drain(free, steps)
+            lax.fori_loop(0, index + 1, load, None)
+            return done + index + 1
 
-        pl.when(wg < width)(multiply)
-        pl.when(wg == width)(feed)
+        drain(free, lax.fori_loop(0, visits, visit, 0))
 
-    pl.when(at < count[0])(work)
+    pl.when(wg < width)(multiply)
+    pl.when(wg == width)(feed)
 
 
 def _deltas(out, dout, plan: TrainingPlan) -> jax.Array:
     """float32 [NT, Hq, 64]: sum over D of out * dout for the rows of each tile."""
     heads, dim = out.shape[1:]
     tiles = plan.tiles.shape[0]
-    return _call(
+    return launch(
         _delta_kernel,
         "attention_delta",
         out_type=jax.ShapeDtypeStruct((tiles, heads, ROWS), jnp.float32),
         grid=(tiles, heads),
         grid_names=("tile", "head"),
-        scratch_types=[operand((ROWS, dim)), operand((ROWS, dim)), plgpu.Barrier(num_arrivals=2)],
+        scratch_types=[
+            parts(1, ROWS, dim),
+            parts(1, ROWS, dim),
+            plgpu.Barrier(num_arrivals=2 * dim // COLUMNS),
+        ],
     )(out, dout, plan.tiles, plan.count)
 
 
-def _by_key(q, k, v, dout, lse, delta, plan, pairs, first_head, heads, chain, scale):
-    """dK and dV [NT, heads / chain, 64, D] float32 of every tile, dS^T [pairs, heads, 64, 64]."""
-    dim, tiles = q.shape[2], plan.tiles.shape[0]
-    fixed = 2 * ROWS * dim * 2 + ROWS * ROWS * 6 + 8192
-    ring = min(4, (SHARED_BYTES - fixed) // (2 * ROWS * dim * 2))
-    shape = jax.ShapeDtypeStruct
-    return _call(
-        functools.partial(_key_kernel, scale=scale, first_head=first_head, chain=chain),
-        "attention_backward_keys",
-        out_type=[
-            shape((tiles, heads // chain, ROWS, dim), jnp.float32),
-            shape((tiles, heads // chain, ROWS, dim), jnp.float32),
-            shape((pairs, heads, ROWS, ROWS), q.dtype),
-        ],
-        grid=(tiles, heads // chain),
-        grid_names=("tile", "unit"),
-        num_threads=3,
-        thread_name="wg",
-        scratch_types=[
-            operand((1, ROWS, dim)),
-            operand((1, ROWS, dim)),
-            operand((ring, ROWS, dim)),
-            operand((ring, ROWS, dim)),
-            plgpu.SMEM((ring, ROWS), jnp.float32),
-            plgpu.SMEM((ring, ROWS), jnp.float32),
-            operand((ROWS, ROWS), jnp.float32),
-            operand((ROWS, ROWS)),
-            plgpu.Barrier(num_arrivals=2),
-            plgpu.Barrier(num_arrivals=2, num_barriers=ring),
-            plgpu.Barrier(num_arrivals=2, num_barriers=ring),
-            plgpu.Barrier(num_arrivals=2, num_barriers=ring),
-            plgpu.Barrier(),
-            plgpu.Barrier(),
-        ],
-    )(q, k, v, dout, lse, delta, plan.tiles, plan.by_key, plan.count)
-
-
 def _by_query(k, ds, plan, first_head, heads, group, scale):
-    """dQ of every tile and query head, in k's dtype [NT, heads, 64, D]."""
+    """dQ of every row and query head, in k's dtype [T, heads, D]."""
     dim, tiles = k.shape[2], plan.tiles.shape[0]
     width = 2 if group % 2 == 0 else 1
-    fixed = width * ROWS * dim * 2 + 4096
+    fixed = width * ROWS * (dim + COLUMNS) * 2 + 4096
     ring = min(6, (SHARED_BYTES - fixed) // (ROWS * dim * 2 + width * ROWS * ROWS * 2))
-    return _call(
+    return launch(
         functools.partial(_query_kernel, scale=scale, group=group, first_head=first_head),
         "attention_backward_queries",
-        out_type=jax.ShapeDtypeStruct((tiles, heads, ROWS, dim), k.dtype),
-        grid=(tiles, heads // width),
-        grid_names=("tile", "unit"),
+        out_type=jax.ShapeDtypeStruct((k.shape[0], heads, dim), k.dtype),
+        grid=(min(MULTIPROCESSORS, tiles * heads // width),),
+        grid_names=("sm",),
         num_threads=width + 1,
         thread_name="wg",
         scratch_types=[
-            operand((width, ROWS, dim)),
-            operand((ring, ROWS, dim)),
+            parts(width, ROWS, dim),
+            plgpu.SMEM((width, ROWS, COLUMNS), k.dtype),
+            parts(ring, ROWS, dim),
             operand((ring, width, ROWS, ROWS)),
-            plgpu.Barrier(num_arrivals=1 + width, num_barriers=ring),
+            plgpu.Barrier(num_arrivals=dim // COLUMNS + width, num_barriers=ring),
             plgpu.Barrier(num_arrivals=width, num_barriers=ring),
         ],
-    )(k, ds, plan.tiles, plan.by_query, plan.count)
+    )(k, ds, plan.tiles, plan.by_query, plan.count, plan.padding, plan.padding_count)
 
 
 def pair_sum(x: jax.Array) -> jax.Array:
@@ -353,7 +213,7 @@ def backward(
 
     Args:
       q, out, dout: bfloat16 [R, Hq, D]; k, v: bfloat16 [R, Hkv, D]; sequences at the rows that
-        `plan.tiles` names; R a multiple of 8, at least 64; D a multiple of 64, at most 256.
+        `plan.tiles` names; R at least 64; D a multiple of 64, at most 256.
       lse: float32 [T, Hq], natural log-sum-exp, at the rows of the batch.
       scale: factor of q . k. max_length: most tokens of a sequence.
       chain: query heads of a KV head whose parts of dK and dV are summed one after the other.
@@ -381,15 +241,16 @@ def backward(
     for first in range(0, kv_heads, at_once):
         span = min(at_once, kv_heads - first)
         first_head, count = first * group, span * group
-        k_part, v_part, ds = _by_key(
-            q, k, v, dout, lse, delta, plan, pairs, first_head, count, chain, scale
-        )
+        k_part, v_part, ds = by_key(
+            q, k, v, dout, lse, delta, plan, pairs=pairs, first_head=first_head, heads=count,
+            chain=chain, scale=scale,
+        )  # fmt: skip
         dq.append(_by_query(k, ds, plan, first_head, count, group, scale))
-        for parts, part in ((dk, k_part), (dv, v_part)):
-            parts.append(pair_sum(part.reshape(tiles, span, group // chain, ROWS, dim)))
+        for whole, part in ((dk, k_part), (dv, v_part)):
+            whole.append(pair_sum(part.reshape(tiles, span, group // chain, ROWS, dim)))
 
     def to_rows(parts):
         x = jnp.concatenate(parts, axis=1)
         return x.at[plan.tile, :, plan.offset].get(mode="fill", fill_value=0)
 
-    return to_rows(dq), to_rows(dk), to_rows(dv)
+    return jnp.concatenate(dq, axis=1)[: plan.tile.shape[0]], to_rows(dk), to_rows(dv)

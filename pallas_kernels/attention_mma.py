@@ -10,6 +10,7 @@ import jax.numpy as jnp
 # Of a thread, for two warpgroups that multiply and one that feeds them. In all no more than what
 # 384 threads start with, 168 each; with more the second warpgroup would wait for its share forever.
 COMPUTE_REGISTERS, FEED_REGISTERS = 232, 40
+MOST_REGISTERS, LEAST_REGISTERS = 240, 24  # the same where feeding is simple
 
 
 def operand(shape: tuple[int, ...], dtype: jnp.dtype = jnp.bfloat16):
@@ -31,7 +32,7 @@ def product(a, b, *, then: Callable[[], None] = lambda: None) -> jax.Array:
     return pl.run_scoped(issue, plgpu.ACC((a.shape[0], b.shape[1]), jnp.float32))
 
 
-def _interpreted() -> bool:
+def interpreted() -> bool:
     """Whether kernels are traced for the interpreter."""
     from jax._src import config  # nothing public tells
 
@@ -44,7 +45,7 @@ def accumulate(acc: jax.Array, a, b, *, then: Callable[[], None] = lambda: None)
     The interpreter of Mosaic GPU kernels knows neither an initialised accumulator nor an operand in
     registers; there the product is plain arithmetic.
     """
-    if _interpreted():
+    if interpreted():
         then()
         return acc + jnp.dot(a[...], b[...], preferred_element_type=jnp.float32)
 
@@ -53,3 +54,15 @@ def accumulate(acc: jax.Array, a, b, *, then: Callable[[], None] = lambda: None)
         then()
 
     return pl.run_state(issue)(plgpu.ACC.init(acc))
+
+
+def launch(body: Callable, name: str, **kwargs):
+    """`plgpu.kernel` as the attention kernels are compiled."""
+    return plgpu.kernel(
+        body,
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane
+        ),
+        kernel_name=name,
+        **kwargs,
+    )

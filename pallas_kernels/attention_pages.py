@@ -52,6 +52,48 @@ def clear_stale(values, first: jax.Array, end: jax.Array) -> None:
     plgpu.commit_smem()
 
 
+def store_rows(columns, staging, out, row, head, low, high) -> None:
+    """Write rows [low, high) of `columns`, arrays [ROWS, staging's width] side by side, to
+    out[row + low : row + high, head].
+
+    The number of rows of a copy is static, so the rows go in runs of 32, 16, 8, 4, 2 and 1.
+    """
+    width = staging.shape[1]
+    for index, x in enumerate(columns):
+        staging[...] = x
+        plgpu.commit_smem()
+        at = low
+        for size in (32, 16, 8, 4, 2, 1):
+            some = ((high - low) & size) != 0
+
+            @pl.when(some)
+            def _(at=at, size=size, index=index):
+                target = out.at[pl.ds(row + at, size), head, pl.ds(index * width, width)]
+                plgpu.copy_smem_to_gmem(staging.at[pl.ds(at, size)], target)
+
+            at = at + jnp.where(some, size, 0)
+        plgpu.wait_smem_to_gmem(0)
+
+
+def clear_rows(out, rows, count, staging, first, stride) -> None:
+    """Zero out[r] for r in rows[first : count : stride]; by one warpgroup, through `staging`."""
+    most, width = staging.shape
+    heads, dim = out.shape[1:]
+    staging[...] = plgpu.layout_cast(jnp.zeros(staging.shape, out.dtype), plgpu.Layout.WGMMA)
+    plgpu.commit_smem()
+
+    def clear(n, _):
+        row = rows[first + n * stride]
+        for head in range(0, heads, most):
+            some = min(most, heads - head)
+            for column in range(0, dim, width):
+                target = out.at[row, pl.ds(head, some), pl.ds(column, width)]
+                plgpu.copy_smem_to_gmem(staging.at[pl.ds(0, some)], target)
+
+    lax.fori_loop(0, lax.div(jnp.maximum(count - first, 0) + stride - 1, stride), clear, None)
+    plgpu.wait_smem_to_gmem(0)
+
+
 def _write_kernel(
     k, v, k_pages, v_pages, table, seq, row, first, length, staging, ready, *, most: int
 ):

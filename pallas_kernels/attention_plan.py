@@ -44,9 +44,11 @@ class Blocking:
 
 @partial(
     register_dataclass,
-    data_fields=["tiles", "tile_count", "items", "item_count", "segments"],
+    data_fields=[
+        "tiles", "tile_count", "items", "item_count", "segments", "padding", "padding_count",
+    ],
     meta_fields=[],
-)
+)  # fmt: skip
 @dataclasses.dataclass(frozen=True)
 class Plan:
     """int32 work lists, longest entry first.
@@ -58,6 +60,7 @@ class Plan:
     items [NI, 8], item_count [1]: one decoded token and one KV segment: row, position, sequence,
       segment, KV blocks of the segment to visit.
     segments [S]: KV segments of each sequence that decodes one token; 0 for every other.
+    padding [T], padding_count [1]: rows of no sequence.
     """
 
     tiles: jax.Array
@@ -65,6 +68,8 @@ class Plan:
     items: jax.Array
     item_count: jax.Array
     segments: jax.Array
+    padding: jax.Array
+    padding_count: jax.Array
 
 
 def _owner(counts: jax.Array, size: int) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -77,16 +82,26 @@ def _owner(counts: jax.Array, size: int) -> tuple[jax.Array, jax.Array, jax.Arra
     return owner, entry - (end - counts)[owner], valid
 
 
+def padding_rows(start: jax.Array, length: jax.Array, tokens: int) -> tuple[jax.Array, jax.Array]:
+    """int32 [T] rows of no sequence, in order, then anything; and how many there are [1]."""
+    row = jnp.arange(tokens, dtype=jnp.int32)
+    inside = (row >= start[:, None]) & (row < (start + length)[:, None])
+    free = ~jnp.any(inside, axis=0)
+    place = jnp.where(free, jnp.cumsum(free, dtype=jnp.int32) - 1, tokens)
+    rows = jnp.zeros((tokens,), jnp.int32).at[place].set(row, mode="drop", unique_indices=True)
+    return rows, jnp.sum(free, dtype=jnp.int32)[None]
+
+
 def _longest_first(work: jax.Array, valid: jax.Array) -> jax.Array:
     """Permutation int32 [N]: valid entries by descending work, then the others.
 
-    The lists are short, so that comparing all pairs in one kernel beats the many of a sort.
+    The lists are short, so that comparing all pairs in two kernels beats the many of a sort.
     """
     key = jnp.where(valid, work, -1)
     index = jnp.arange(key.shape[0], dtype=jnp.int32)
     ahead = (key > key[:, None]) | ((key == key[:, None]) & (index < index[:, None]))
     rank = jnp.sum(ahead, axis=1, dtype=jnp.int32)
-    return jnp.zeros_like(index).at[rank].set(index, unique_indices=True)
+    return jnp.sum(jnp.where(rank == index[:, None], index, 0), axis=1, dtype=jnp.int32)
 
 
 def _table(
@@ -138,7 +153,8 @@ def plan(
     seq, k, valid = _owner(segments, size)
     work = jnp.minimum(blocks[seq] - k * per_segment, per_segment)
     items, item_count = _table([start[seq], context[seq], seq, k, work], work, valid)
-    return Plan(tiles, tile_count, items, item_count, segments)
+    padding = padding_rows(start, length, tokens)
+    return Plan(tiles, tile_count, items, item_count, segments, *padding)
 
 
 # columns of a training tile
@@ -147,77 +163,82 @@ ROW, INDEX, COUNT, LENGTH, FIRST, PAIRS = range(6)
 
 @partial(
     register_dataclass,
-    data_fields=["tiles", "by_query", "by_key", "count", "rows", "tile", "offset", "source"],
+    data_fields=[
+        "tiles", "by_query", "by_key", "by_two_keys", "two_count", "count", "rows", "tile",
+        "offset", "padding", "padding_count",
+    ],
     meta_fields=[],
-)
+)  # fmt: skip
 @dataclasses.dataclass(frozen=True)
 class TrainingPlan:
     """int32 work lists of the backward: whole sequences, cut into tiles of 64 tokens from their
     first.
 
-    tiles [NT, 8]: the row that the kernels find the sequence's first token at (a multiple of 8),
-      index of the tile in the sequence, tiles and tokens of the sequence, number of the sequence's
-      first tile, number of its first pair of tiles. Query tile i and key tile j <= i of a sequence
-      are pair i (i + 1) / 2 + j of its own.
+    tiles [NT, 8]: the sequence's first row, index of the tile in the sequence, tiles and tokens of
+      the sequence, number of the sequence's first tile, number of its first pair of tiles. Query
+      tile i and key tile j <= i of a sequence are pair i (i + 1) / 2 + j of its own.
     by_query, by_key [NT]: tiles in the order in which to visit them as queries and as keys, most
       work first.
+    by_two_keys [NT], two_count [1]: the same of every other tile of a sequence, the first included,
+      each of which stands for itself and the next.
     count [1]: how many tiles there are.
     rows [NT, 64]: row of the batch of every place in a tile; T where there is none.
     tile, offset [T]: the inverse, tile and place of every row; tile = NT at padding rows.
-    source [R]: the batch's row to copy to each row that the kernels see, T for none; None if they
-      may see the batch as it is.
+    padding [T], padding_count [1]: rows of no sequence.
     """
 
     tiles: jax.Array
     by_query: jax.Array
     by_key: jax.Array
+    by_two_keys: jax.Array
+    two_count: jax.Array
     count: jax.Array
     rows: jax.Array
     tile: jax.Array
     offset: jax.Array
-    source: jax.Array | None
+    padding: jax.Array
+    padding_count: jax.Array
 
 
 def plan_training(
-    start: jax.Array, length: jax.Array, *, tokens: int, aligned: bool, rows: int = 64
+    start: jax.Array, length: jax.Array, *, tokens: int, rows: int = 64
 ) -> TrainingPlan:
     """Work lists of one backward call.
 
     Args:
       start, length: int32 [S]; first row and tokens (0: unused entry) of each whole sequence.
       tokens: T. rows: tokens of a tile.
-      aligned: whether the caller promises that every start is a multiple of 8. Otherwise the rows
-        are copied to such places first. It moves no bit.
     """
-    at, source = start, None
-    if not aligned:
-        span = -(-length // ROW_ALIGNMENT) * ROW_ALIGNMENT
-        at = jnp.cumsum(span) - span
-        seq, place, valid = _owner(span, tokens + (ROW_ALIGNMENT - 1) * start.shape[0])
-        source = jnp.where(valid & (place < length[seq]), start[seq] + place, tokens)
     count = (length + rows - 1) // rows
     size = tokens // rows + start.shape[0]
     seq, index, valid = _owner(count, size)
     first = (jnp.cumsum(count) - count)[seq]
     pairs = count * (count + 1) // 2
     pair_first = (jnp.cumsum(pairs) - pairs)[seq]
-    columns = [at[seq], index, count[seq], length[seq], first, pair_first]
+    columns = [start[seq], index, count[seq], length[seq], first, pair_first]
     tiles = jnp.stack([jnp.where(valid, c, 0) for c in columns], axis=1).astype(jnp.int32)
 
     inside = jnp.arange(rows, dtype=jnp.int32)
     place = index[:, None] * rows + inside
     used = valid[:, None] & (place < length[seq][:, None])
     row = jnp.where(used, start[seq][:, None] + place, tokens)
-    entry = jnp.broadcast_to(jnp.arange(size, dtype=jnp.int32)[:, None], row.shape)
+    # the inverse: a row's sequence, then its place
+    at = jnp.arange(tokens, dtype=jnp.int32)
+    whose = (at[:, None] >= start) & (at[:, None] < start + length)  # at most one
+    of = lambda x: jnp.sum(jnp.where(whose, x, 0), axis=1, dtype=jnp.int32)  # noqa: E731
+    inner = jnp.where(whose.any(axis=1), at - of(start), 0)
+    tile = jnp.where(whose.any(axis=1), of(jnp.cumsum(count) - count) + inner // rows, size)
+    padding, padding_count = padding_rows(start, length, tokens)
     return TrainingPlan(
         tiles=jnp.pad(tiles, ((0, 0), (0, COLUMNS - len(columns)))),
         by_query=_longest_first(index + 1, valid),
         by_key=_longest_first(count[seq] - index, valid),
+        by_two_keys=_longest_first(count[seq] - index, valid & (index % 2 == 0)),
+        two_count=jnp.sum(valid & (index % 2 == 0), dtype=jnp.int32)[None],
         count=jnp.sum(valid, dtype=jnp.int32)[None],
         rows=row,
-        tile=jnp.full((tokens,), size, jnp.int32).at[row].set(entry, mode="drop"),
-        offset=jnp.zeros((tokens,), jnp.int32)
-        .at[row]
-        .set(jnp.broadcast_to(inside, row.shape), mode="drop"),
-        source=source,
+        tile=tile,
+        offset=inner % rows,
+        padding=padding,
+        padding_count=padding_count,
     )

@@ -23,7 +23,14 @@ from pallas_kernels.attention_mma import (
     operand,
     product,
 )
-from pallas_kernels.attention_pages import SHARED_BYTES, clear_stale, drain, load_block
+from pallas_kernels.attention_pages import (
+    SHARED_BYTES,
+    clear_rows,
+    clear_stale,
+    drain,
+    load_block,
+    store_rows,
+)
 from pallas_kernels.attention_plan import (
     TILE_BLOCKS,
     TILE_END,
@@ -35,13 +42,13 @@ from pallas_kernels.attention_plan import (
     Blocking,
     Plan,
 )
+from pallas_kernels.attention_rounds import MULTIPROCESSORS, rounds
 from pallas_kernels.attention_softmax import ROWS
 
 PART = 64  # columns of a state that are folded at a time: two whole states would not fit registers
 # Columns of a partial tile that leave at a time. Twice as many would cost the second stage of the
 # ring at head dimension 256.
 TAIL = 64
-MULTIPROCESSORS = 132  # shared memory holds one thread block on each
 MANY = 1 << 30  # more blocks than a sequence can have
 
 
@@ -50,19 +57,25 @@ def heads_per_block(group: int) -> int:
     return 2 if group % 2 == 0 else 1
 
 
+def apart(dim: int) -> bool:
+    """Whether results leave from a place of their own, so that the next queries need not wait."""
+    return dim <= 128
+
+
 def stages(dim: int, block: int) -> int:
-    """KV blocks in the ring: what fits beside the queries and the staging of partial tiles."""
-    fixed = 2 * ROWS * dim * 2 + 2 * ROWS * TAIL * 2 + 4096
+    """KV blocks in the ring: what fits beside queries, results and the staging of partial tiles."""
+    fixed = (2 + 2 * apart(dim)) * ROWS * dim * 2 + 2 * ROWS * TAIL * 2 + 4096
     return min(4, (SHARED_BYTES - fixed) // (2 * block * dim * 2))
 
 
 def _kernel(
-    q, k_pages, v_pages, table, tiles, count, out, *rest, scale: float, blocking: Blocking,
-    lse: bool, spill: bool,
+    q, k_pages, v_pages, table, tiles, count, padding, padding_count, out, *rest, scale: float,
+    blocking: Blocking, lse: bool, spill: bool,
 ):  # fmt: skip
     refs = list(rest)
     lse_out = refs.pop(0) if lse else None
     m_spill, mass_spill, acc_spill = (refs.pop(0) for _ in range(3)) if spill else (None,) * 3
+    out_smem = refs.pop(0) if apart(q.shape[2]) else refs[0]
     q_smem, k_smem, v_smem, tail_smem, q_ready, q_free, *refs = refs
     k_ready, v_ready, k_free, v_free, turn = refs
 
@@ -75,22 +88,8 @@ def _kernel(
     ring = k_smem.shape[0]
 
     wg = lax.axis_index("wg")
-    stride, work = lax.axis_size("sm"), count[0] * units
-
-    def place(visit):
-        """Of this block in a round of all blocks. Rounds go to and fro: items come longest first,
-        and no block is to have the longest of every round.
-        """
-        at = lax.axis_index("sm")
-        return jnp.where(lax.rem(visit, 2) == 1, stride - 1 - at, at)
-
-    def item(visit):
-        """Tile and unit of heads."""
-        index = visit * stride + place(visit)
-        return lax.div(index, units), lax.rem(index, units)
-
-    rounds = lax.div(work, stride)
-    visits = rounds + (place(rounds) < lax.rem(work, stride)).astype(jnp.int32)
+    stride = lax.axis_size("sm")
+    visits, item = rounds(count[0], units)
     slot = lambda j: lax.rem(j, ring)  # noqa: E731
 
     def swap_turns():
@@ -101,6 +100,8 @@ def _kernel(
         plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
         lax.fori_loop(0, visits, attend, 0)
         plgpu.wait_smem_to_gmem(0)
+        first = lax.axis_index("sm") * 2 + wg
+        clear_rows(out, padding, padding_count[0], tail_smem.at[wg], first, 2 * stride)
 
     def attend(visit, done):
         tile, unit = item(visit)
@@ -114,7 +115,6 @@ def _kernel(
         # blocks that even the first valid row sees whole
         open_blocks = lax.div(jnp.maximum(position + low + 1, 0), block)
 
-        queries = q_smem.at[wg]
         plgpu.barrier_wait(q_ready.at[wg])
         plgpu.barrier_wait(k_ready.at[slot(done)])
 
@@ -126,6 +126,8 @@ def _kernel(
             again = q_smem.at[wg + lax.div(j, MANY)]
             s = product(again, k_smem.at[here].transpose((1, 0)), then=swap_turns)
             plgpu.barrier_arrive(k_free.at[here])
+            if apart(dim):
+                pl.when(j + 1 == blocks)(lambda: plgpu.barrier_arrive(q_free.at[wg]))
             if masked:
                 s = softmax.causal(s, position, j * block)
             m, shrink, p = softmax.weigh(m, s, scale, masked=masked)
@@ -203,16 +205,21 @@ def _kernel(
 
         @pl.when((low == 0) & (high == ROWS))
         def _():
-            queries[...] = result
+            if apart(dim):
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # of the item before
+            out_smem[wg] = result
             plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(queries, out.at[pl.ds(row, ROWS), head])
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            plgpu.copy_smem_to_gmem(out_smem.at[wg], out.at[pl.ds(row, ROWS), head])
+            if not apart(dim):
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
         @pl.when((low > 0) | (high < ROWS))
         def _():
-            store_rows(result, tail_smem.at[wg], out, row, head, low, high)
+            columns = [result[:, at : at + TAIL] for at in range(0, dim, TAIL)]
+            store_rows(columns, tail_smem.at[wg], out, row, head, low, high)
 
-        plgpu.barrier_arrive(q_free.at[wg])
+        if not apart(dim):
+            plgpu.barrier_arrive(q_free.at[wg])
         return done + blocks
 
     def feed():
@@ -254,28 +261,6 @@ def _kernel(
     pl.when(wg == 2)(feed)
 
 
-def store_rows(x, staging, out, row, head, low, high) -> None:
-    """Write rows [low, high) of x [ROWS, D] to out[row + low : row + high, head].
-
-    The number of rows of a copy is static, so the rows go in runs of 32, 16, 8, 4, 2 and 1.
-    """
-    width = staging.shape[1]
-    for column in range(0, x.shape[1], width):
-        staging[...] = x[:, column : column + width]
-        plgpu.commit_smem()
-        at = low
-        for size in (32, 16, 8, 4, 2, 1):
-            some = ((high - low) & size) != 0
-
-            @pl.when(some)
-            def _(at=at, size=size, column=column):
-                target = out.at[pl.ds(row + at, size), head, pl.ds(column, width)]
-                plgpu.copy_smem_to_gmem(staging.at[pl.ds(at, size)], target)
-
-            at = at + jnp.where(some, size, 0)
-        plgpu.wait_smem_to_gmem(0)
-
-
 def tile_rows(work: Plan, size: int, tokens: int) -> jax.Array:
     """int32 [NT, size]: row of the batch at every used place of a tile, `tokens` at the others."""
     place = jnp.arange(size, dtype=jnp.int32)
@@ -303,7 +288,7 @@ def prefill(
       k_pages, v_pages: bfloat16 [N, page, Hkv, D]. page_table: int32 [S, M].
       scale: factor of q . k. lse: whether to return the log-sum-exp too.
     Returns:
-      out bfloat16 [T, Hq, D], zero at the rows of no tile; natural log-sum-exp float32 [NT, Hq, R]
+      out bfloat16 [T, Hq, D], zero at rows of no sequence; natural log-sum-exp float32 [NT, Hq, R]
       of the rows of each tile (rows outside [low, high) hold anything), or None.
     """
     tokens, heads, dim = q.shape
@@ -317,17 +302,13 @@ def prefill(
         raise ValueError(f"kv_block {block} of head dimension {dim} does not fit shared memory")
     shape = jax.ShapeDtypeStruct
     rows = blocking.tile_tokens
-    outs = []
+    outs = [shape(q.shape, q.dtype)]
     if lse:
         outs.append(shape((tiles, heads, rows), jnp.float32))
     if spill:
         outs += [shape((tiles, heads, rows), jnp.float32)] * 2
         outs.append(shape((tiles, heads, rows, dim), jnp.float32))
     arrivals = block // min(page, block)
-    # Rematerialisation parts what follows from constants alone from the rest and would hand on a
-    # reference, which it cannot: let the zeros follow from q.
-    q, zeros = lax.optimization_barrier((q, jnp.zeros(q.shape, q.dtype)))
-    out = jax.new_ref(zeros)
     results = plgpu.kernel(
         functools.partial(
             _kernel,
@@ -342,6 +323,7 @@ def prefill(
         num_threads=3,
         thread_name="wg",
         scratch_types=[
+            *[operand((2, ROWS, dim))] * apart(dim),
             operand((2, ROWS, dim)),
             operand((ring, block, dim)),
             operand((ring, block, dim)),
@@ -358,5 +340,8 @@ def prefill(
             approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane
         ),
         kernel_name="attention_prefill",
-    )(q, k_pages, v_pages, page_table, work.tiles, work.tile_count, out)
-    return jax.freeze(out), results[0] if lse else None
+    )(
+        q, k_pages, v_pages, page_table, work.tiles, work.tile_count, work.padding,
+        work.padding_count,
+    )  # fmt: skip
+    return results[0], results[1] if lse else None

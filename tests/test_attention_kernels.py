@@ -14,7 +14,12 @@ import numpy as np
 import pytest
 
 import isojax  # noqa: F401  (sets XLA flags)
-from pallas_kernels import attention, attention_prefill
+from pallas_kernels import (
+    attention,
+    attention_backward,
+    attention_backward_keys,
+    attention_prefill,
+)
 from tests.kernels import interpreted
 
 gpu = pytest.mark.gpu
@@ -184,14 +189,20 @@ def test_write_pages(piece_rows):
 
 
 @pytest.mark.parametrize(
-    ("heads", "entries", "aligned", "chain"),
+    ("heads", "entries", "tokens", "chain"),
     [
-        (Heads(4, 1, 64), [(0, 70), (72, 100), (0, 0)], True, 2),
-        (Heads(3, 1, 64), [(5, 65), (71, 20)], False, 1),
+        (Heads(4, 1, 64), [(0, 70), (72, 100), (0, 0)], 176, 2),
+        (Heads(3, 1, 64), [(5, 65), (71, 20)], 91, 1),
+        # three tiles of keys by twos, two parts of columns, rows that are no multiple of 8
+        (Heads(2, 1, 128), [(3, 150)], 155, 1),
+        # a wide head: its sums are in two warpgroups
+        (Heads(1, 1, 192), [(1, 70)], 77, 1),
     ],
 )
-def test_backward(heads, entries, aligned, chain):
-    rng, tokens = np.random.default_rng(4), 176
+def test_backward(heads, entries, tokens, chain, monkeypatch):
+    for module in (attention_backward, attention_backward_keys):
+        monkeypatch.setattr(module, "MULTIPROCESSORS", 2)  # several items a thread block
+    rng = np.random.default_rng(4)
     q, dout = (draw(rng, tokens, heads.query, heads.dim) for _ in range(2))
     k, v = (draw(rng, tokens, heads.key, heads.dim) for _ in range(2))
     out, lse = np.full(q.shape, np.nan, np.float32), np.full(q.shape[:2], np.nan, np.float32)
@@ -208,7 +219,7 @@ def test_backward(heads, entries, aligned, chain):
             total[rows] = part
     spoil = lambda x: jnp.where(used[:, None, None], x, jnp.nan).astype(jnp.bfloat16)  # noqa: E731
     start, length = (jnp.asarray(x, jnp.int32) for x in np.asarray(entries).T)
-    work = attention.plan_attention_backward(start, length, tokens=tokens, aligned=aligned)
+    work = attention.plan_attention_backward(start, length, tokens=tokens)
     with interpreted():
         gradients = attention.paged_attention_backward(
             *map(spoil, (q, k, v, out)), jnp.asarray(lse), spoil(dout), work, scale=heads.scale,
@@ -262,7 +273,7 @@ def test_backward_lowers(heads):
     lse = jax.ShapeDtypeStruct(q.shape[:2], jnp.float32)
 
     def run(q, k, v, out, lse, dout, start, length):
-        work = attention.plan_attention_backward(start, length, tokens=8192, aligned=False)
+        work = attention.plan_attention_backward(start, length, tokens=8192)
         return attention.paged_attention_backward(
             q, k, v, out, lse, dout, work, scale=heads.scale, max_length=8192, chain=2
         )

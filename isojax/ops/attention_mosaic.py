@@ -98,10 +98,7 @@ def plan(policy: Policy, heads: int, pool_shape: tuple[int, ...], batch: RaggedB
     )  # fmt: skip
     if not batch.whole:
         return Work(forward, None)
-    # packing lays sequences end to end and so promises no alignment of their starts
-    backward = attention.plan_attention_backward(
-        batch.start, batch.length, tokens=tokens, aligned=False
-    )
+    backward = attention.plan_attention_backward(batch.start, batch.length, tokens=tokens)
     return Work(forward, backward)
 
 
