@@ -32,7 +32,7 @@ ROOT = Path(__file__).parents[1]
 CONFIG = ROOT / "configs" / "multi_gpu_check.toml"
 FULL = ROOT / "configs" / "qwen3_5_35b_a3b.toml"
 STEPS = 3
-ONE_TURN = 15.0  # seconds that steps 2 and 3 of one mesh take, generously
+ONE_TURN = 8.0  # seconds that steps 2 and 3 of one mesh take, generously
 
 # what a CPU can do: the same blocks, eight ways divisible, with the reference ops
 REHEARSED: dict[str, Any] = {

@@ -21,7 +21,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import matmul_core as core
-from pallas_kernels.tuning import MatmulTile, grouped_matmul_tile, grouped_swiglu_tile
+from pallas_kernels.tuning import (
+    MatmulTile,
+    grouped_matmul_tile,
+    grouped_swiglu_backward_tile,
+    grouped_swiglu_tile,
+)
 
 
 def grouped_matmul(
@@ -56,7 +61,7 @@ def grouped_matmul(
     _check(xs, ws, transpose_w)
     n = ws[0].shape[1] if transpose_w else ws[0].shape[2]
     if tile is None:
-        tile = grouped_matmul_tile(xs[0].shape[0], ws[0].shape[0], xs[0].shape[1])
+        tile = grouped_matmul_tile(xs[0].shape[0], ws[0].shape[0], xs[0].shape[1], len(xs))
     (out,) = _grouped(xs, ws, starts, sizes, n, 1, transpose_w, out_dtype, 1, None, tile)
     return out
 
@@ -131,7 +136,7 @@ def grouped_swiglu_backward(
     _check((dy,), (down,), True)
     rows, (groups, n, _) = dy.shape[0], down.shape
     if tile is None:
-        tile = grouped_swiglu_tile(rows, groups)
+        tile = grouped_swiglu_backward_tile(rows, groups)
 
     def epilogue(products, i, j, kept):
         (dh,) = products

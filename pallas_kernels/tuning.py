@@ -68,14 +68,21 @@ def matmul_tile(m: int, n: int, leaves: int) -> MatmulTile:
     return MatmulTile(**{**choice, "cols": cols, "stages": min(choice["stages"], fitting)})
 
 
-def grouped_matmul_tile(rows: int, groups: int, k: int) -> MatmulTile:
-    """The tile of `grouped_matmul`: `rows` rows in `groups` groups, contraction `k`."""
-    return MatmulTile(**_choose(table.GROUPED_MATMUL, rows_per_group=rows // groups, k=k))
+def grouped_matmul_tile(rows: int, groups: int, k: int, inputs: int) -> MatmulTile:
+    """The tile of `grouped_matmul`: `rows` rows in `groups` groups, `inputs` products over `k`."""
+    sizes = {"rows_per_group": rows // groups, "k": k, "inputs": inputs}
+    return MatmulTile(**_choose(table.GROUPED_MATMUL, **sizes))
 
 
 def grouped_swiglu_tile(rows: int, groups: int) -> MatmulTile:
     """The tile of `grouped_swiglu`, of one of its two products."""
     return MatmulTile(**_choose(table.GROUPED_SWIGLU, rows_per_group=rows // groups))
+
+
+def grouped_swiglu_backward_tile(rows: int, groups: int) -> MatmulTile:
+    """The tile of `grouped_swiglu_backward`: the forward's, in which the products were kept. Its
+    three results want more room on their way out."""
+    return dataclasses.replace(grouped_swiglu_tile(rows, groups), slots=4)
 
 
 def grouped_dw_tile() -> MatmulTile:

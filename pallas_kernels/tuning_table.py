@@ -1,7 +1,7 @@
 """Tiles that `experiments/bench_kernels.py --full` found best, by op and shape class.
 
-Measured on one NVIDIA H200, 2026-11-29. A row is (what the shape must satisfy, tile); the first row
-whose conditions all hold is taken. Conditions are upper bounds on named sizes of the call.
+Measured on one NVIDIA H200, 2026-11-29 and 30. A row is (what the shape must satisfy, tile); the
+first row whose conditions all hold is taken. Conditions are upper bounds on sizes of the call.
 """
 
 Row = tuple[dict[str, int], dict[str, int | bool]]
@@ -20,17 +20,20 @@ MATMUL: list[Row] = [
 GROUPED_MATMUL: list[Row] = [
     # At most 32 rows a group on average: a group's rows fit the 8-wide side.
     ({"rows_per_group": 32}, dict(rows=64, cols=32, stages=6, swap=True)),
-    ({"k": 512}, dict(rows=64, cols=256, stages=3, slots=4)),
+    ({"k": 512, "inputs": 1}, dict(rows=128, cols=128, stages=6, turns=True)),
+    ({"k": 512}, dict(rows=128, cols=128, swap=True)),
     ({}, dict(rows=64, cols=256)),
 ]
 
 GROUPED_SWIGLU: list[Row] = [
     ({"rows_per_group": 32}, dict(rows=64, cols=32, stages=5, swap=True)),
-    ({}, dict(rows=64, cols=128, swap=True)),
+    ({}, dict(rows=64, cols=128, stages=6, swap=True, turns=True)),
 ]
 
 GROUPED_DW: list[Row] = [({}, dict(rows=64, cols=128, stages=6))]
 
 LINEAR_LOGPROB: list[Row] = [({}, dict(rows=64, cols=256, minor=0, band=20))]
 
-LOGIT_GRADIENT: list[Row] = [({}, dict(rows=64, cols=256, minor=0, band=20))]
+LOGIT_GRADIENT: list[Row] = [
+    ({}, dict(rows=128, cols=128, stages=6, turns=True, minor=0, band=20)),
+]
