@@ -7,7 +7,7 @@ that the run needs anyway, on its device, mesh and weights.
 
 import dataclasses
 import datetime
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -142,16 +142,19 @@ def check(
     chunk: int,
     ranks: int,
     seed: int = 0,
+    generated: Callable[[], object] = lambda: None,
 ) -> Canary:
     """Generate with the executor, score with the scorer and inside the gradient, compare.
 
-    executor: the run's engine's; `params` must be the weights that it holds.
+    executor: the run's engine's; `params` must be the weights that it holds. generated: called when
+    the engine has done its part.
     """
     recorder = _Recorder(executor)
     engine = Engine(recorder, config, vocab_size=vocab, chunk=chunk, ranks=ranks)
     asked = requests(config, chunk, vocab, ranks, seed)
     done = [samples[0] for samples in engine.generate(asked)]
     recorder.release()  # the scorer may need the memory
+    generated()
     examples = [
         Example(
             np.concatenate([np.asarray(r.prompt_ids, np.int32), c.token_ids]), len(r.prompt_ids)

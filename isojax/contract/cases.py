@@ -5,6 +5,7 @@ jitted calls are traced: what is lowered here is what they run.
 """
 
 import dataclasses
+from functools import partial
 from typing import Any, cast
 
 import jax
@@ -25,6 +26,7 @@ from isojax.sampler.inputs import lay_out, pack, shape_of
 from isojax.sampler.random import sample_key
 from isojax.sampler.settings import engine_config
 from isojax.trainer import settings
+from isojax.trainer.loss import PolicyLoss
 from isojax.trainer.packing import TrainBatch, bucket_of
 from isojax.trainer.score import Scorer
 from isojax.trainer.step import Trainer, TrainState
@@ -138,60 +140,75 @@ class Lowering:
             mesh=self._mesh, pages=sizes.pages, slots=sizes.slots,
         )  # fmt: skip
         length = pack([shape_of(bucket)]).shape[1]
-        packed = self._rows((self.layout.data, length), jnp.int32)
+        packed = abstract_rows((self.layout.data, length), jnp.int32, self._mesh)
         return executor.jitted(bucket).trace(self.params, executor.abstract_cache(), packed)
 
     def score(self, bucket: Bucket) -> Any:
         """One scoring call of the trainer."""
         scorer = settings.scorer(self.config, self.model, self._mesh)
-        return scorer.call.trace(self.params, self._batch(bucket))
+        return trace_score(scorer, self.params, abstract_batch(bucket, self._mesh))
 
     def gradient(self, bucket: Bucket, remat: bool) -> Any:
         """One microbatch: forward, backward, gradients joined to those before."""
-        trainer = self._trainer(remat)
         loss = settings.policy_loss(self.config)
-        return trainer.add.trace(self.params, self._totals(trainer), self._batch(bucket), loss)
+        batch = abstract_batch(bucket, self._mesh)
+        return trace_gradient(self._trainer(remat), self.params, batch, loss)
 
     def update(self) -> Any:
         """The optimizer's update."""
-        trainer = self._trainer(self.config.trainer.remat)
-        state = TrainState(self.params, *trainer.abstract_state())
-        rate = jax.ShapeDtypeStruct((), jnp.float32)
-        return trainer.update.trace(self._totals(trainer)[0], state, rate)
+        return trace_update(self._trainer(self.config.trainer.remat), self.params)
 
     def _trainer(self, remat: bool) -> Trainer:
         sizes = dataclasses.replace(self.config.trainer, remat=remat)
         config = dataclasses.replace(self.config, trainer=sizes)
         return settings.trainer(config, self.model, self._mesh)
 
-    def _totals(self, trainer: Trainer) -> Any:
-        specs = (trainer.specs.master, PartitionSpec())
-        return jax.tree.map(
-            lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at),
-            jax.eval_shape(trainer.zeros),
-            trainer.shardings(specs),
-        )
 
-    def _rows(self, shape: tuple[int, ...], dtype: Any) -> Any:
-        return jax.ShapeDtypeStruct(
-            shape, dtype, sharding=NamedSharding(self._mesh, PartitionSpec(DATA))
-        )
+def trace_score(scorer: Scorer, params: Any, batch: TrainBatch) -> Any:
+    """The traced call of a scorer."""
+    return scorer.call.trace(params, batch)
 
-    def _batch(self, bucket: Bucket) -> TrainBatch:
-        """The arrays of a training call."""
-        data = self.layout.data
 
-        def ints(*shape: int) -> Any:
-            return self._rows((data * shape[0], *shape[1:]), jnp.int32)
+def trace_gradient(trainer: Trainer, params: Any, batch: TrainBatch, loss: PolicyLoss) -> Any:
+    """The traced call of a trainer for one microbatch."""
+    return trainer.add.trace(params, _totals(trainer), batch, loss)
 
-        t, s, p = bucket.tokens, bucket.sequences, bucket.pieces
-        ragged = RaggedBatch(
-            **dict.fromkeys(("tokens", "positions", "seq"), ints(t)),
-            **dict.fromkeys(("start", "length", "context", "slot"), ints(s)),
-            page_table=ints(s, bucket.pages),
-            **dict.fromkeys(("piece_seq", "piece_row", "piece_first", "piece_len"), ints(p)),
-            piece_rows=bucket.piece_rows,
-            whole=True,
-        )
-        floats = [self._rows((data * t,), jnp.float32) for _ in range(5)]
-        return TrainBatch(ragged, ints(t), *floats)
+
+def trace_update(trainer: Trainer, params: Any) -> Any:
+    """The traced call of a trainer for the optimizer's update."""
+    state = TrainState(params, *trainer.abstract_state())
+    return trainer.update.trace(_totals(trainer)[0], state, jax.ShapeDtypeStruct((), jnp.float32))
+
+
+def _totals(trainer: Trainer) -> Any:
+    specs = (trainer.specs.master, PartitionSpec())
+    return jax.tree.map(
+        lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at),
+        jax.eval_shape(trainer.zeros),
+        trainer.shardings(specs),
+    )
+
+
+def abstract_rows(shape: tuple[int, ...], dtype: Any, mesh: Mesh) -> jax.ShapeDtypeStruct:
+    """A global array whose first axis the data ranks share."""
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, PartitionSpec(DATA)))
+
+
+def abstract_batch(bucket: Bucket, mesh: Mesh) -> TrainBatch:
+    """The arrays of a training call; bucket: the shapes of one data rank."""
+    data = mesh.shape[DATA]
+
+    def rows(dtype: Any, *shape: int) -> Any:
+        return abstract_rows((data * shape[0], *shape[1:]), dtype, mesh)
+
+    ints = partial(rows, jnp.int32)
+    t, s, p = bucket.tokens, bucket.sequences, bucket.pieces
+    ragged = RaggedBatch(
+        **dict.fromkeys(("tokens", "positions", "seq"), ints(t)),
+        **dict.fromkeys(("start", "length", "context", "slot"), ints(s)),
+        page_table=ints(s, bucket.pages),
+        **dict.fromkeys(("piece_seq", "piece_row", "piece_first", "piece_len"), ints(p)),
+        piece_rows=bucket.piece_rows,
+        whole=True,
+    )
+    return TrainBatch(ragged, ints(t), *(rows(jnp.float32, t) for _ in range(5)))

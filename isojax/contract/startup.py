@@ -1,5 +1,7 @@
 """What a run does when it starts: compute or recall its contract, then prove it on the device."""
 
+from concurrent.futures import ThreadPoolExecutor, wait
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +11,7 @@ from jax.sharding import Mesh
 from isojax import distributed
 from isojax.config import RunConfig, resolve_model
 from isojax.contract import canary as canaries
-from isojax.contract import claims, environment
+from isojax.contract import cases, claims, environment
 from isojax.contract.bisect import Bisector
 from isojax.contract.build import build, inputs
 from isojax.contract.canonical import ContractError
@@ -105,17 +107,28 @@ def self_check(
       ContractError: if a bit differs, naming the first layer and op where the two ways part.
     """
     model = resolve_model(config)
-    found = canaries.check(
-        executor,
-        engine_config(config),
-        scorer,
-        trainer,
-        settings.policy_loss(config),
-        params,
-        vocab=model.vocab_size,
-        chunk=config.policy.chunk,
-        ranks=config.mesh.data,
+    batch = cases.abstract_batch(cases.deployed(config, config.mesh).train, mesh)
+    loss = settings.policy_loss(config)
+    lowered = (
+        cases.trace_gradient(trainer, params, batch, loss).lower(),
+        cases.trace_score(scorer, params, batch).lower(),
+        cases.trace_update(trainer, params).lower(),
     )
+    # the trainer's programs compile while the engine meets and compiles its own
+    with ThreadPoolExecutor(len(lowered)) as pool:
+        compiled = [pool.submit(program.compile) for program in lowered]
+        found = canaries.check(
+            executor,
+            engine_config(config),
+            scorer,
+            trainer,
+            loss,
+            params,
+            vocab=model.vocab_size,
+            chunk=config.policy.chunk,
+            ranks=config.mesh.data,
+            generated=partial(wait, compiled),
+        )
     if found.first is not None:
         bisector = Bisector(model, config.policy, config.mesh, mesh, params)
         raise ContractError(f"{canaries.describe(found)}\n{bisected(bisector, found.first)}")
