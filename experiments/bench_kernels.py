@@ -280,6 +280,14 @@ def bench_grouped(full: bool) -> None:
                     MatmulTile(64, 64, stages=8, swap=True),
                     MatmulTile(64, 64, stages=5, swap=True),
                 ),
+                "swap 128x128, turns": (
+                    MatmulTile(128, 128, swap=True),
+                    MatmulTile(64, 128, stages=6, swap=True, turns=True),
+                ),
+                "turns 128x128": (
+                    MatmulTile(128, 128, stages=6, turns=True),
+                    MatmulTile(64, 64, stages=6, turns=True),
+                ),
             },
         ),
         (
@@ -376,11 +384,22 @@ def bench_grouped(full: bool) -> None:
             flops=2.0 * rows * hidden * inner,
         )
         dy = normal(9, capacity, hidden)
+        keeping = functools.partial(grouped_swiglu, keep=True)
+        products = jax.jit(keeping)(x, gate, up, starts, sizes)[1]
+        compare(
+            f"experts gate+up that keeps its products {rows}",
+            {"table": keeping},
+            (x, gate, up, starts, sizes),
+            flops=4.0 * rows * hidden * inner,
+            nbytes=2.0 * (2 * gate.size + rows * (hidden + inner)) + 8.0 * rows * inner,
+            first=keep,
+        )
         compare(
             f"experts swiglu backward {rows}",
-            {"dhidden and recompute": grouped_swiglu_backward},
-            (x, gate, up, down, dy, starts, sizes),
-            flops=6.0 * rows * hidden * inner,
+            {"table": grouped_swiglu_backward},
+            (products, down, dy, starts, sizes),
+            flops=2.0 * rows * hidden * inner,
+            nbytes=2.0 * (down.size + rows * (hidden + 3 * inner)) + 8.0 * rows * inner,
             first=keep,
         )
 
