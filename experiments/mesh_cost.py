@@ -25,7 +25,7 @@ from isojax.contract import cases
 from isojax.contract.stablehlo import op_name
 from isojax.mesh import Layout
 
-MOVES = ("all_gather", "all_to_all", "ragged_all_to_all")
+MOVES = ("all_gather", "all_to_all")
 # float32, but no part of a sum: logits for the sampler, routing weights, what no op does
 ONLY_MOVED = ("scaled_logits", "experts", "-")
 # sums of activations, which other systems round before they add
@@ -51,11 +51,7 @@ class Collective:
 
 
 def inner(equation: Any) -> Iterator[tuple[Any, int]]:
-    """The jaxprs within an equation and how often each runs; of platforms' branches, the GPU's."""
-    if equation.params.get("branches_platforms") is not None:
-        platforms = equation.params["branches_platforms"]
-        yield equation.params["branches"][platforms.index(None)].jaxpr, 1
-        return
+    """The jaxprs within an equation and how often each runs; rounds of an exchange, once."""
     times = equation.params.get("length", 1) if equation.primitive.name == "scan" else 1
     for value in equation.params.values():
         for item in value if isinstance(value, (tuple, list)) else (value,):
@@ -72,9 +68,7 @@ def walk(jaxpr: Any, sizes: dict[str, int], op: str = "-", times: int = 1) -> It
             axes = equation.params["axis_name"]
             axes = axes if isinstance(axes, tuple) else (axes,)
             ranks = math.prod(sizes[axis] for axis in axes)
-            # of a ragged exchange, the room for what comes: even routing fills it
-            part = equation.invars[name == "ragged_all_to_all"].aval
-            yield count(name, op, ranks, times, part)
+            yield count(name, op, ranks, times, equation.invars[0].aval)
         here = op_name(equation.params.get("name", "")) or op
         for body, often in inner(equation):
             yield from walk(body, sizes, here, times * often)

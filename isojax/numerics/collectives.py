@@ -188,7 +188,7 @@ def share_group(share: jax.Array, heads: int, layout: Layout) -> jax.Array:
 
 # --- rows to whoever asked for them ---
 
-AT_LEAST = 512  # rows that a round carries from rank to rank: fewer would be all waiting
+AT_LEAST = 128  # rows that a round carries from rank to rank: fewer would be all waiting
 
 
 def send_rows(
