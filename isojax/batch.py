@@ -118,6 +118,8 @@ def build(
                 f"sequence {index} (rows {row} to {row + count}, {len(segment.pages)} pages) "
                 f"does not fit {bucket}"
             )
+        if bucket.piece_rows == 1 and count > 1:
+            raise ValueError(f"sequence {index}: a decode call takes one token, not {count}")
         rows = slice(row, row + count)
         tokens[rows] = segment.tokens
         positions[rows] = np.arange(first, first + count)

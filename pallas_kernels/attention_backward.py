@@ -228,8 +228,9 @@ def backward(
     kv_heads = k.shape[1]
     group = heads // kv_heads
     longest = -(-max_length // ROWS)
-    tiles = plan.tiles.shape[0]
-    pairs = tiles * (longest + 1) // 2
+    tiles, tokens = plan.tiles.shape[0], lse.shape[0]
+    # c tiles have c (c + 1) / 2 pairs: bounded by the longest's share, or by the tokens
+    pairs = min(tiles * (longest + 1) // 2, tiles + tokens * (longest + 2) // 128)
     lse = jnp.swapaxes(lse.at[plan.rows].get(mode="fill", fill_value=0.0) * LOG2E, 1, 2)
     delta = _deltas(out, dout, plan)
 

@@ -116,6 +116,11 @@ def test_gradient_agrees_with_the_reference():
         assert error(mine, f64(want)) < 1e-2
 
 
+def test_a_decode_call_takes_single_tokens():
+    with pytest.raises(ValueError, match="one token, not 2"):
+        build([Segment([0, 0], 0, [1], 0)], SINGLE, PAGE)
+
+
 def test_only_whole_sequences_are_differentiated():
     batch = build([Segment([0] * 70, 0, [0, 1], 0)], PIECES, PAGE)
     pool = jnp.zeros((1, 2, PAGE, 1, WIDTH), BF16)
@@ -133,7 +138,10 @@ def test_only_whole_sequences_are_differentiated():
         (64, 64, {"compute_dtype": "float32"}, "compute_dtype"),
         (64, 64, {"kv_block": 32}, "kv_block"),
         (256, 64, {"kv_block": 256}, "shared memory"),
+        (64, 512, {"kv_block": 512}, "keys in a block"),
         (64, 96, {}, "page of 96"),
+        (64, 512, {}, "page of 512"),
+        (256, 256, {}, "page of 256"),
     ],
 )
 def test_what_the_kernels_cannot_do_is_refused(width, page, options, advice):

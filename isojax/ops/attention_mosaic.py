@@ -16,6 +16,7 @@ from isojax.numerics.policy import Policy
 from pallas_kernels import attention, attention_prefill
 from pallas_kernels.attention_plan import Blocking, Plan, TrainingPlan
 from pallas_kernels.attention_softmax import ROWS
+from pallas_kernels.tuning import SHARED_MEMORY
 
 # Query heads whose parts of dK and dV are summed before the tree over heads begins. A rank may
 # hold a single query head, so that only 1 is the same sum on every mesh.
@@ -63,10 +64,10 @@ def _check(policy: Policy, heads: int, page: int, kv_heads: int, width: int) -> 
             f"the attention kernels take at most {ROWS} query heads of a key/value head, "
             f"not {heads // kv_heads}: {instead[3:]}"
         )
-    if policy.kv_block % 64:
+    if policy.kv_block % 64 or policy.kv_block > 256:
         raise ValueError(
-            f"the attention kernels need a multiple of 64 keys in a block, not {policy.kv_block}: "
-            f"change policy.kv_block, {instead}"
+            f"the attention kernels take 64, 128, 192 or 256 keys in a block, not "
+            f"{policy.kv_block}: change policy.kv_block, {instead}"
         )
     if attention_prefill.stages(width, policy.kv_block) < 1:
         raise ValueError(
@@ -77,6 +78,11 @@ def _check(policy: Policy, heads: int, page: int, kv_heads: int, width: int) -> 
         raise ValueError(
             f"a page of {page} tokens must be a multiple of 8, and it or policy.kv_block = "
             f"{policy.kv_block} a multiple of the other: change policy.chunk, {instead}"
+        )
+    if page > 256 or page * width * 4 > SHARED_MEMORY:  # a page of keys and values at a time
+        raise ValueError(
+            f"a page of {page} tokens with keys and values of {width} is too large to be written: "
+            f"lower policy.chunk, {instead}"
         )
 
 
