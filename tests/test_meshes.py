@@ -60,7 +60,6 @@ STEPS = 5
 
 SLOW = pytest.mark.slow
 FAST_CASES = [
-    ("dense", "1x8"),
     ("dense", "2x4+sequence"),
     ("hybrid_moe", "2x2+context2+sequence"),
 ]
@@ -250,6 +249,9 @@ def _scores(name: str, mesh: str = "1x1"):
     return [s.full for s in life.scorer(life.state.params, examples)]
 
 
+_right_scores = functools.cache(_scores)
+
+
 @pytest.fixture
 def planted(monkeypatch):
     """Replace a function of a module; ops traced before or after know nothing of it."""
@@ -270,7 +272,7 @@ def _differ(a, b) -> bool:
 @pytest.mark.parametrize("fault", FORWARD_FAULTS)
 def test_a_fault_of_the_forward_is_seen(fault, planted):
     name, mesh, module, function, wrong = FORWARD_FAULTS[fault]
-    right = _scores(name)
+    right = _right_scores(name)
     planted(module, function, wrong)
     assert _differ(_scores(name, mesh), right)
 
@@ -288,10 +290,13 @@ def _trained(mesh: str = "1x1"):
     return jax.tree.map(np.asarray, state), result.totals, result.loss, result.grad_norm
 
 
+_right_training = functools.cache(_trained)
+
+
 @pytest.mark.parametrize("fault", BACKWARD_FAULTS)
 def test_a_fault_of_the_backward_is_seen(fault, planted):
     mesh, module, function, wrong = BACKWARD_FAULTS[fault]
-    right = _trained()
+    right = _right_training()
     planted(module, function, wrong)
     assert _differ(_trained(mesh), right)
 

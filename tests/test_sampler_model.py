@@ -161,6 +161,7 @@ def test_weights_are_held_by_reference_and_replaced():
     assert_same_bits(arrays(made.generate(REQUESTS[:2])), arrays(before))
 
 
+@pytest.mark.slow
 def test_the_mesh_does_not_matter():
     done = engine(MODEL, layout=Layout(2, 2)).generate(REQUESTS)
     assert_same_bits(arrays(done), arrays(reference(MODEL)))
