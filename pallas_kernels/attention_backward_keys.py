@@ -64,6 +64,28 @@ def _mask(x: jax.Array, key_tile, query_tile, length) -> jax.Array:
     return jnp.where((keys + key_tile * ROWS <= queries) & (queries < length), x, 0.0)
 
 
+def _vector(ref) -> jax.Array:
+    """A value a query [ROWS], as the columns of a tile take it."""
+    return plgpu.load(ref, layout=plgpu.Layout.WGMMA.reduce(0))
+
+
+def _weights(s: jax.Array, top: jax.Array, scale: float) -> jax.Array:
+    """P of the scores s [keys, queries]; top: log-sum-exp in log2 units."""
+    return jnp.exp2(s * (scale * LOG2E) - _columns_of(top, SQUARE))
+
+
+def _hand_out(d: jax.Array, staging, ds, pairs, query_tile, key_tile, head) -> None:
+    """Start writing a tile of dS through shared memory, once the one before has left.
+
+    pairs: where the pairs of tiles of this sequence begin.
+    """
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    staging[...] = d
+    plgpu.commit_smem()
+    pair = pairs + lax.div(query_tile * (query_tile + 1), 2) + key_tile
+    plgpu.copy_smem_to_gmem(staging, ds.at[pair, head])
+
+
 def _one_tile_kernel(
     q, k, v, dout, lse, delta, tiles, order, count, dk, dv, ds, k_smem, v_smem, q_smem, dout_smem,
     lse_smem, delta_smem, p_smem, ds_smem, kv_ready, q_ready, dout_ready, free, p_ready, p_free, *,
@@ -101,8 +123,7 @@ def _one_tile_kernel(
                 (i, _), here = visit(n), slot(n)
                 plgpu.barrier_wait(q_ready.at[here])
                 x = rows_product(keys_.at[lax.div(n, MANY)], queries.at[here])
-                top = plgpu.load(lse_smem.at[here], layout=plgpu.Layout.WGMMA.reduce(0))
-                p = masked(jnp.exp2(x * (scale * LOG2E) - _columns_of(top, SQUARE)), i)
+                p = masked(_weights(x, _vector(lse_smem.at[here]), scale), i)
                 pl.when(n > 0)(lambda: plgpu.barrier_wait(p_free))
                 p_smem[...] = p
                 plgpu.barrier_arrive(p_ready)
@@ -123,16 +144,12 @@ def _one_tile_kernel(
                 (i, head), here = visit(n), slot(n)
                 plgpu.barrier_wait(dout_ready.at[here])
                 dp = rows_product(values_.at[lax.div(n, MANY)], douts.at[here])
-                shift = plgpu.load(delta_smem.at[here], layout=plgpu.Layout.WGMMA.reduce(0))
+                shift = _vector(delta_smem.at[here])
                 plgpu.barrier_wait(p_ready)
                 p = plgpu.load(p_smem, layout=plgpu.Layout.WGMMA)
                 plgpu.barrier_arrive(p_free)
                 d = masked(p * (dp - _columns_of(shift, SQUARE)), i).astype(q.dtype)
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                ds_smem[...] = d
-                plgpu.commit_smem()
-                pair = pairs + lax.div(i * (i + 1), 2) + index
-                plgpu.copy_smem_to_gmem(ds_smem, ds.at[pair, head])
+                _hand_out(d, ds_smem, ds, pairs, i, index, head)
                 plgpu.barrier_wait(q_ready.at[here])
                 clear_end(queries.at[here], i)
                 acc = accumulate_parts(acc, d, queries.at[here])
@@ -213,8 +230,7 @@ def _two_tiles_kernel(
             again = wg + lax.div(j, MANY)
 
             def weights(s):
-                top = plgpu.load(lse_smem.at[here], layout=plgpu.Layout.WGMMA.reduce(0))
-                return masked(jnp.exp2(s * (scale * LOG2E) - _columns_of(top, SQUARE)))
+                return masked(_weights(s, _vector(lse_smem.at[here]), scale))
 
             p, dp = rows_products(
                 (tiled(k_smem).at[again], queries), (tiled(v_smem).at[again], douts), weights
@@ -225,15 +241,11 @@ def _two_tiles_kernel(
             )
 
             def gradient():
-                shift = plgpu.load(delta_smem.at[here], layout=plgpu.Layout.WGMMA.reduce(0))
+                shift = _vector(delta_smem.at[here])
                 return masked(p * (dp - _columns_of(shift, SQUARE))).astype(q.dtype)
 
             def keep(d):
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                ds_smem[wg] = d
-                plgpu.commit_smem()
-                pair = pairs + lax.div(i * (i + 1), 2) + mine
-                plgpu.copy_smem_to_gmem(ds_smem.at[wg], ds.at[pair, head])
+                _hand_out(d, ds_smem.at[wg], ds, pairs, i, mine, head)
 
             sums = accumulate_both(sums, p.astype(q.dtype), douts, gradient, queries, keep)
             plgpu.barrier_arrive(free.at[here])

@@ -191,6 +191,11 @@ def share_group(share: jax.Array, heads: int, layout: Layout) -> jax.Array:
 AT_LEAST = 128  # rows that a round carries from rank to rank: fewer would be all waiting
 
 
+def before(x: jax.Array, axis: int = -1) -> jax.Array:
+    """Sums of the entries before each."""
+    return jnp.cumsum(x, axis=axis) - x
+
+
 def send_rows(
     rows: jax.Array,
     order: jax.Array,
@@ -211,10 +216,10 @@ def send_rows(
     """
     ranks = send.shape[0]
     block = min(size, max(AT_LEAST, -(-3 * size // (2 * ranks))))
-    start, before = jnp.cumsum(send) - send, jnp.cumsum(receive) - receive
+    start, own = before(send), before(receive)
     place = jnp.arange(size)
-    sender = jnp.searchsorted(before, place, side="right") - 1
-    nth = place - before[sender]
+    sender = jnp.searchsorted(own, place, side="right") - 1
+    nth = place - own[sender]
 
     def round_of(number: jax.Array | int, came: jax.Array) -> jax.Array:
         first = number * block

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from isojax.mesh import MODEL, ROWS, Layout
-from isojax.numerics.collectives import send_rows
+from isojax.numerics.collectives import before, send_rows
 
 EVERY = (*ROWS, MODEL)
 
@@ -49,11 +49,6 @@ class _Way(NamedTuple):
     take: jax.Array
 
 
-def _before(x: jax.Array, axis: int = -1) -> jax.Array:
-    """Sums of the entries before each."""
-    return jnp.cumsum(x, axis=axis) - x
-
-
 def _way(everyone: jax.Array, per_rank: int, layout: Layout) -> _Way:
     """everyone [rows of all ranks, k]: experts of all tokens, negative where there is none."""
     owner = (everyone // per_rank).reshape(layout.devices, -1)
@@ -63,7 +58,7 @@ def _way(everyone: jax.Array, per_rank: int, layout: Layout) -> _Way:
     mine = (owner == me).reshape(-1)
     place = jnp.where(mine, jnp.cumsum(mine) - 1, mine.size)
     # a slot's row comes behind those of the ranks before, and of its rank's slots before
-    own = _before(counts[me])[None] + _before(asked[me], axis=0)
+    own = before(counts[me])[None] + before(asked[me], axis=0)
     take = jnp.take_along_axis(own, jnp.maximum(owner[me], 0)[:, None], axis=1)
     take = take.reshape(-1, everyone.shape[1])
     return _Way(place, counts[:, me], counts[me], counts.max(), take)
