@@ -9,6 +9,7 @@ folder, but for checkpoints, of which each writes its shards.
 """
 
 import dataclasses
+import gc
 import logging
 import time
 from collections.abc import Sequence
@@ -194,6 +195,8 @@ class Run:
                 with Report(folder, config.report, config.steps, first) as report:
                     while self.position.step < config.steps:
                         self._step(interrupts, report)
+                        if self.position.step == first:
+                            _keep_all()
         finally:
             if distributed.arrive():
                 self._save()
@@ -371,6 +374,16 @@ def _train_metrics(results: Sequence[StepResult]) -> dict[str, float]:
         "clip_fraction": clipped / max(tokens, 1.0),
         "tokens_trained": int(tokens),
     }
+
+
+def _keep_all() -> None:
+    """Let the garbage collector pass over what is alive now.
+
+    Traced and lowered programs are millions of Python objects that stay. A full collection walks
+    them all, for half a second or more, whenever it happens to come.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 class _Clock:

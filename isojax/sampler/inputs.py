@@ -101,12 +101,14 @@ def _whole(size: int) -> int:
 
 def pack(ranks: list[StepInputs]) -> np.ndarray:
     """All ranks' inputs as int32 [ranks, N] (bit patterns): one transfer instead of twenty."""
-    return np.stack([np.concatenate(list(map(_line, jax.tree.leaves(r)))) for r in ranks])
-
-
-def _line(leaf: Any) -> np.ndarray:
-    words = np.ravel(leaf).view(np.int32)
-    return np.pad(words, (0, _whole(words.size) - words.size))
+    leaves = [jax.tree.leaves(rank) for rank in ranks]
+    out = np.zeros((len(ranks), sum(_whole(leaf.size) for leaf in leaves[0])), np.int32)
+    for row, own in zip(out, leaves, strict=True):
+        at = 0
+        for leaf in own:
+            row[at : at + leaf.size] = np.ravel(leaf).view(np.int32)
+            at += _whole(leaf.size)
+    return out
 
 
 def unpack(row: jax.Array, bucket: Bucket) -> StepInputs:
