@@ -35,6 +35,13 @@ def expected(request, sample, max_model_len, eos=()):
     return tokens[len(request.prompt_ids) :], logprobs
 
 
+class Drawn(Sampled):
+    """A call's results, there at once."""
+
+    def wait(self) -> Sampled:
+        return self
+
+
 class FakeExecutor:
     """Pages hold token ids and slots the number of tokens seen, both poisoned until written."""
 
@@ -43,6 +50,7 @@ class FakeExecutor:
         self.pages = np.full((ranks, pages, chunk), -1, np.int64)
         self.slots = np.full((ranks, slots), -1, np.int64)
         self.calls: list[tuple] = []
+        self.follows = False  # whether this call follows one whose results are not known
         self.on_step = lambda: None
 
     def release(self) -> None:
@@ -55,7 +63,8 @@ class FakeExecutor:
                 for source, to in pairs:
                     pool[rank, to] = pool[rank, source]
 
-    def step(self, bucket, ranks) -> Sampled:
+    def step(self, bucket, ranks, after=None) -> Drawn:
+        self.follows = after is not None
         self.on_step()
         shape = (len(ranks), bucket.sequences)
         tokens, logprobs = np.zeros(shape, np.int32), np.zeros(shape, np.float32)
@@ -65,6 +74,9 @@ class FakeExecutor:
             assert b.tokens.shape == (bucket.tokens,) and b.piece_len.shape == (bucket.pieces,)
             assert b.piece_len.max() <= bucket.piece_rows and b.piece_len.sum() == b.length.sum()
             live = np.flatnonzero(b.length)
+            if after is not None:
+                assert bucket == self.calls[-2][0] and (b.length[live] == 1).all()
+                b.tokens[: len(live)] = after.tokens[rank, : len(live)]
             assert len(set(b.slot[live])) == len(live), "two sequences in one slot"
             for s in live:
                 rows = np.flatnonzero(b.seq == s)
@@ -82,4 +94,4 @@ class FakeExecutor:
                 assert (seen >= 0).all(), "unwritten page"
                 assert inputs.settings.position[s] == end
                 tokens[rank, s], logprobs[rank, s] = digest(seen, inputs.settings.key[s])
-        return Sampled(tokens, logprobs, np.full(shape, -np.inf, np.float32))
+        return Drawn(tokens, logprobs, np.full(shape, -np.inf, np.float32))

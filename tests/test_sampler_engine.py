@@ -65,6 +65,7 @@ def watch_pages(made, fake):
             assert held == [rank.pages.owners(page) for page in range(rank.pages.size)]
             for seq, count in zip(rank.planned.seqs, rank.planned.counts, strict=True):
                 cached, known = rank.lanes.cached[seq.slot], rank.lanes.known[seq.slot]
+                known += fake.follows
                 assert (cached + count) % CHUNK == 0 or cached + count == known
                 for page in seq.pages[cached // CHUNK : -(-(cached + count) // CHUNK)]:
                     assert rank.pages.owners(page) == 1
@@ -208,8 +209,8 @@ def test_logits_that_are_not_finite_end_their_request_only():
     made, fake = engine()
     step = fake.step
 
-    def broken(bucket, ranks):
-        out = step(bucket, ranks)
+    def broken(bucket, ranks, after=None):
+        out = step(bucket, ranks, after)
         out.logprobs[0, ranks[0].settings.position == 8] = np.nan
         return out
 
@@ -218,6 +219,19 @@ def test_logits_that_are_not_finite_end_their_request_only():
     assert bad[0].finish_reason == "error" and "position 8" in bad[0].error
     assert bad[0].token_ids.tolist() == expected(Request(prompt(5), 3), 0, 40)[0]
     assert good[0].finish_reason == "length"
+
+
+def test_calls_follow_each_other_until_something_ends():
+    made, fake = engine(ranks=2, max_batch_tokens=40)
+    follows = []
+    fake.on_step = lambda: follows.append(fake.follows)
+    check([Request(prompt(3, s), 12, seed=s) for s in range(4)], made)
+    # the prompts' call, its first decode call and, at the limit, none more than 12 tokens need
+    assert follows == [False, False, *[True] * 10]
+    follows.clear()
+    ends = expected(Request(prompt(3, 0), 12), 0, 40)[0][4]
+    check([Request(prompt(3, s), 12, seed=s, stop_ids=[ends]) for s in range(4)], made)
+    assert 1 < sum(follows) < len(follows) - 2
 
 
 def test_closing_the_stream_leaves_a_clean_engine():

@@ -15,8 +15,7 @@ import numpy as np
 from isojax.contract import environment
 from isojax.contract.cases import DECODE, FORWARD, MIXED, PREFILL, RECOMPUTE, SCORE
 from isojax.sampler.config import EngineConfig
-from isojax.sampler.engine import Engine, Runs
-from isojax.sampler.executor import Sampled
+from isojax.sampler.engine import Draws, Engine, Runs
 from isojax.sampler.inputs import StepInputs
 from isojax.sampler.random import sample_key
 from isojax.sampler.request import Completion, Request
@@ -81,7 +80,7 @@ class _Recorder:
         self.params, self.compiles = executor.params, executor.compiles
         self.kinds: dict[tuple[int, int, int], str] = {}
 
-    def step(self, bucket: Any, ranks: Sequence[StepInputs]) -> Sampled:
+    def step(self, bucket: Any, ranks: Sequence[StepInputs], after: Any = None) -> Draws:
         length, context = (
             np.concatenate([np.asarray(getattr(rank.batch, name)) for rank in ranks])
             for name in ("length", "context")
@@ -96,7 +95,7 @@ class _Recorder:
             for s in np.flatnonzero(np.asarray(rank.batch.length)):
                 high, low = (int(x) for x in settings.key[s])
                 self.kinds[high, low, int(settings.position[s])] = kind
-        return self._executor.step(bucket, ranks)
+        return self._executor.step(bucket, ranks, after)
 
     def copy(self, ranks: Sequence[Copies]) -> None:
         self._executor.copy(ranks)

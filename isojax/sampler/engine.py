@@ -22,13 +22,19 @@ from isojax.sampler.scheduler import Copies, Plan, Scheduler
 from isojax.sampler.text import Detokenize, StopWatch
 
 
+class Draws(Protocol):
+    """A call under way; see `executor.Drawn`."""
+
+    def wait(self) -> Sampled: ...
+
+
 class Runs(Protocol):
     """What the engine needs of an executor; see `executor.Executor`."""
 
     params: Any
     compiles: int
 
-    def step(self, bucket: Bucket, ranks: Sequence[StepInputs]) -> Sampled: ...
+    def step(self, bucket: Bucket, ranks: Sequence[StepInputs], after: Any = None) -> "Draws": ...
     def copy(self, ranks: Sequence[Copies]) -> None: ...
     def release(self) -> None: ...
 
@@ -39,6 +45,17 @@ class Finished(NamedTuple):
     request: int
     sample: int
     completion: Completion
+
+
+@dataclasses.dataclass(frozen=True)
+class _Call:
+    """A call under way: each rank's plan, the sequences [n] that a token is drawn for, and what
+    is drawn."""
+
+    bucket: Bucket
+    plans: list[Plan]
+    samples: list[np.ndarray]
+    draws: Draws
 
 
 @dataclasses.dataclass(frozen=True)
@@ -188,8 +205,7 @@ class Engine:
                 else:
                     for sample in range(samples_of(request)):
                         yield Finished(number, sample, self._failed(error))
-            while self._scheduler.busy:
-                yield from self._step()
+            yield from self._serve()
         finally:
             self._scheduler.clear()
             self._watches.clear()
@@ -227,26 +243,55 @@ class Engine:
                 self._watches[number, i] = StopWatch(request.stop, self._detokenize)
         self._scheduler.add(samples)
 
-    def _step(self) -> Iterator[Finished]:
-        """Run one call; yields what it finished."""
-        if self.before_step is not None:
-            self.before_step()
-        plans, ranks = self._scheduler.plan(), self._scheduler.ranks
+    def _serve(self) -> Iterator[Finished]:
+        """Call until nothing is left to do.
+
+        While a call runs, the next one is started if it is sure to be like it: then the device need
+        not wait for this host. What a sequence draws in it that ends before is passed over; its
+        pages and its slot are given to others only in later calls.
+        """
+        call: _Call | None = None
+        while self._scheduler.busy:
+            call = call or self._start()
+            following = self._follow(call)
+            yield from self._finish(call)
+            call = following
+
+    def _start(self) -> _Call:
+        """Plan and start a call, with nothing under way."""
+        plans = self._scheduler.plan()
         bucket = self._bucket(plans)
         if any(plan.copies.slots for plan in plans):
             self._executor.copy([plan.copies for plan in plans])
-        sampled = self._executor.step(
-            bucket,
-            [
-                lay_out(rank.lanes, plan, bucket, self._chunk)
-                for rank, plan in zip(ranks, plans, strict=True)
-            ],
-        )
+        return self._launch(bucket, plans)
+
+    def _follow(self, call: _Call) -> _Call | None:
+        """Start the call after one that is under way, if it is the same but for its tokens."""
+        plans = self._scheduler.follow()
+        return None if plans is None else self._launch(call.bucket, plans, call.draws)
+
+    def _launch(self, bucket: Bucket, plans: list[Plan], after: Draws | None = None) -> _Call:
+        if self.before_step is not None:
+            self.before_step()
+        pairs = [(r.lanes, plan) for r, plan in zip(self._scheduler.ranks, plans, strict=True)]
+        inputs = [lay_out(lanes, plan, bucket, self._chunk) for lanes, plan in pairs]
+        draws = self._executor.step(bucket, inputs, after)
         self._steps += 1
-        for i, (rank, plan) in enumerate(zip(ranks, plans, strict=True)):
+        samples = []
+        for lanes, plan in pairs:
+            slot = plan.slots
+            lanes.cached[slot] += np.asarray(plan.counts, np.int32)
+            known = lanes.known[slot] + (after is not None)  # one is still being drawn
+            samples.append(lanes.samples[slot] & (lanes.cached[slot] == known))
+        return _Call(bucket, plans, samples, draws)
+
+    def _finish(self, call: _Call) -> Iterator[Finished]:
+        """Wait for a call; yields what it ended."""
+        sampled = call.draws.wait()
+        for i, (rank, plan) in enumerate(zip(self._scheduler.ranks, call.plans, strict=True)):
             n = len(plan.seqs)
             drawn = (sampled.tokens[i, :n], sampled.logprobs[i, :n], sampled.thresholds[i, :n])
-            for seq, reason, details in self._advance(rank.lanes, plan, *drawn):
+            for seq, reason, details in self._advance(rank.lanes, plan, call.samples[i], *drawn):
                 rank.release(seq)
                 yield Finished(*seq.order, self._completion(seq, reason, **details))
 
@@ -260,14 +305,14 @@ class Engine:
         self,
         lanes: Lanes,
         plan: Plan,
+        samples: np.ndarray,
         tokens: np.ndarray,
         logprobs: np.ndarray,
         thresholds: np.ndarray,
     ) -> list[tuple[scheduler.Sequence, FinishReason, dict[str, Any]]]:
         """Enter what one rank's sequences drew; those that have ended, and how."""
         slot = plan.slots
-        lanes.cached[slot] += np.asarray(plan.counts, np.int32)
-        sampled = lanes.samples[slot] & (lanes.cached[slot] == lanes.known[slot])
+        sampled = samples & (slot >= 0)  # what has ended since holds no slot
         fine = sampled & np.isfinite(logprobs)
         lanes.append(slot[fine], tokens[fine], logprobs[fine], thresholds[fine])
         self._tokens += int(fine.sum())
@@ -278,7 +323,7 @@ class Engine:
         for i in np.flatnonzero(sampled & (~fine | stop | full | lanes.watched[slot])).tolist():
             seq, token = plan.seqs[i], int(tokens[i])
             if not fine[i]:
-                error = f"logits at position {lanes.cached[slot[i]]} are not finite"
+                error = f"logits at position {lanes.known[slot[i]]} are not finite"
                 ended.append((seq, "error", {"error": error}))
             elif stop[i]:
                 ended.append((seq, "stop", {"stop": token}))

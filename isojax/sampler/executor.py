@@ -1,7 +1,7 @@
 """The device side of the engine: weights, cache, and one compiled step for each bucket."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from typing import Any
 
@@ -40,6 +40,22 @@ class Sampled:
     thresholds: np.ndarray
 
 
+class Drawn:
+    """What a call draws, on its way from the device.
+
+    bits: int32 [ranks, 3, S] on every device, as `rank_step` returns them.
+    """
+
+    def __init__(self, bits: jax.Array) -> None:
+        self.bits = bits
+        bits.copy_to_host_async()
+
+    def wait(self) -> Sampled:
+        """The call's end."""
+        tokens, logprobs, thresholds = np.moveaxis(np.asarray(self.bits), 1, 0)
+        return Sampled(tokens, logprobs.view(np.float32), thresholds.view(np.float32))
+
+
 def rank_step(
     params: Any,
     cache: Cache,
@@ -74,7 +90,8 @@ def rank_step(
 class Executor:
     """Runs calls on the mesh. Weights are held by reference; the cache is its own.
 
-    Every program is compiled ahead of time for its bucket; calling one never compiles.
+    A call is started and not waited for, so the next one can be laid out, and started, while it
+    runs. Every program is compiled ahead of time for its bucket; calling one never compiles.
     """
 
     def __init__(
@@ -98,15 +115,23 @@ class Executor:
         )
         self._cache_specs = caches.specs(jax.eval_shape(self._make))
         self._param_specs = jax.tree.map(lambda p: p.sharding.spec, params)
-        self._programs: dict[Bucket | None, Any] = {}
+        self._programs: dict[Hashable, Any] = {}
         self._cache: Cache | None = None
 
-    def step(self, bucket: Bucket, ranks: Sequence[StepInputs]) -> Sampled:
-        """Run one call; `ranks` holds each data rank's inputs."""
+    def step(
+        self, bucket: Bucket, ranks: Sequence[StepInputs], after: Drawn | None = None
+    ) -> Drawn:
+        """Start one call; `ranks` holds each data rank's inputs.
+
+        after: the call before, of the same bucket. Sequence s of this call is then that of `after`,
+        and reads the token that is drawn for it there, whatever `ranks` says.
+        """
         packed = self._put(pack(list(ranks)))
-        drawn, self._cache = self._program(bucket, packed)(self.params, self.cache, packed)
-        tokens, logprobs, thresholds = np.moveaxis(np.asarray(drawn), 1, 0)
-        return Sampled(tokens, logprobs.view(np.float32), thresholds.view(np.float32))
+        if after is not None:
+            packed = self._run(("follow", bucket), self._follow, packed, after.bits)
+        arguments = (self.params, self.cache, packed)
+        bits, self._cache = self._run(bucket, partial(self.jitted, bucket), *arguments)
+        return Drawn(bits)
 
     def copy(self, ranks: Sequence[Copies]) -> None:
         """Copy pages and slots, each data rank its own."""
@@ -119,7 +144,7 @@ class Executor:
                     for i, pair in enumerate(pairs[at : at + _COPY_WIDTH]):
                         index[rank, row : row + 2, i] = pair
             packed = self._put(index)
-            self._cache = self._program(None, packed)(self.cache, packed)
+            self._cache = self._run("copy", self._copy, self.cache, packed)
 
     @property
     def cache(self) -> Cache:
@@ -145,17 +170,12 @@ class Executor:
         sharding = NamedSharding(self._mesh, PartitionSpec(DATA))
         return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
 
-    def _program(self, bucket: Bucket | None, packed: jax.Array) -> Any:
-        """The compiled step of a bucket, or the copy."""
-        if bucket not in self._programs:
-            lowered = self._lower_copy(packed) if bucket is None else self.lower(bucket, packed)
-            self._programs[bucket] = lowered.compile()
+    def _run(self, name: Hashable, jitted: Callable[[], Any], *arguments: Any) -> Any:
+        """Call a program, which is compiled the first time that its name is met."""
+        if name not in self._programs:
+            self._programs[name] = jitted().lower(*arguments).compile()
             self.compiles += 1
-        return self._programs[bucket]
-
-    def lower(self, bucket: Bucket, packed: Any) -> Any:
-        """The lowered step of a bucket."""
-        return self.jitted(bucket).lower(self.params, self.cache, packed)
+        return self._programs[name](*arguments)
 
     def jitted(self, bucket: Bucket) -> Any:
         """The step of a bucket, (params, cache, packed) -> (drawn, cache)."""
@@ -175,10 +195,21 @@ class Executor:
             self._cache_specs,
         )
 
-    def _lower_copy(self, packed: Any) -> Any:
+    def _copy(self) -> Any:
+        """(cache, index) -> cache, see `copy`."""
+
         def body(cache: Cache, index: jax.Array) -> Cache:
             return caches.copy(cache, *index[0])
 
         in_specs = (self._cache_specs, PartitionSpec(DATA))
-        copy = self._shard(body, in_specs, self._cache_specs)
-        return jax.jit(copy, donate_argnums=0).lower(self.cache, packed)
+        return jax.jit(self._shard(body, in_specs, self._cache_specs), donate_argnums=0)
+
+    def _follow(self) -> Any:
+        """(packed, bits of the call before) -> packed with the tokens that were drawn there."""
+
+        def body(packed: jax.Array, bits: jax.Array) -> jax.Array:
+            drawn = bits[lax.axis_index(DATA), 0]
+            return packed.at[0, : drawn.shape[0]].set(drawn)  # tokens lie first, see `inputs.pack`
+
+        in_specs = (PartitionSpec(DATA), PartitionSpec())
+        return jax.jit(self._shard(body, in_specs, PartitionSpec(DATA)), donate_argnums=0)

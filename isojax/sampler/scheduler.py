@@ -100,7 +100,8 @@ class Rank:
 
     def plan(self) -> list[Sequence]:
         """Plan a call of the sequences that run; returns those that were preempted for it."""
-        if self._steady and self._repeat():
+        if self._steady and len(self._starting()) <= self.pages.free:
+            self.repeat()
             return []
         self._begin()
         # Forks first: what growth preempts later in this plan may have been copied from or to, but
@@ -119,6 +120,17 @@ class Rank:
         decodes = len(self.planned.seqs) == len(self.running) and set(self.planned.counts) == {1}
         self._steady = decodes and not self._prefixes
         return preempted
+
+    def goes_on(self) -> bool:
+        """Whether the next call is sure to be like the last one, which is still under way: no
+        sequence of it reaches its limit there, and there are pages."""
+        if not self.running:
+            return not self.planned.seqs  # or what ran there has left room for others
+        if not self._steady:
+            return False
+        slots = self.planned.slots
+        ends = self.lanes.known[slots] + 1 >= self.lanes.limit[slots]
+        return not ends.any() and len(self._starting()) <= self.pages.free
 
     def fits(self, seq: Sequence) -> bool:
         """Whether a waiting sequence can join the call."""
@@ -186,18 +198,16 @@ class Rank:
         if seq.children:
             self._prefixes.remove(seq)
 
-    def _repeat(self) -> bool:
-        """The last plan once more, with a page for each sequence that starts one; False if there
-        are not enough pages."""
-        seqs = self.planned.seqs
+    def _starting(self) -> list[Sequence]:
+        """Sequences of the last plan whose next token starts a page."""
         cached = self.lanes.cached[self.planned.slots]
-        starting = np.flatnonzero(cached % self._chunk == 0)
-        if len(starting) > self.pages.free:
-            return False
-        for i in starting.tolist():
-            self._add_page(seqs[i])
+        return [self.planned.seqs[i] for i in np.flatnonzero(cached % self._chunk == 0).tolist()]
+
+    def repeat(self) -> None:
+        """Plan the last call once more, with a page for each sequence that starts one."""
+        for seq in self._starting():
+            self._add_page(seq)
         self.planned.copies = Copies([], [])
-        return True
 
     def _add_page(self, seq: Sequence) -> None:
         page = self.pages.take()
@@ -288,6 +298,17 @@ class Scheduler:
             for rank in self.ranks:
                 if rank.running:
                     self._wait(rank.unblock())
+        return [rank.planned for rank in self.ranks]
+
+    def follow(self) -> list[Plan] | None:
+        """The call after one that is still under way, or None if its results may change it.
+
+        What waits found no room in the call under way, and finds none in one that is like it.
+        """
+        if not all(rank.goes_on() for rank in self.ranks):
+            return None
+        for rank in self.ranks:
+            rank.repeat()
         return [rank.planned for rank in self.ranks]
 
     def clear(self) -> None:
