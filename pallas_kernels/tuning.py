@@ -66,7 +66,7 @@ def matmul_tile(m: int, n: int, leaves: int) -> MatmulTile:
     if "cols" in choice:
         return MatmulTile(**choice)
     cols = max(8, m + -m % 8)
-    outgoing = 2 * cols * 64 * 4
+    outgoing = (1 + choice.get("split", 1)) * cols * 64 * 4  # and what a cluster's blocks send
     fitting = (SHARED_MEMORY - outgoing) // ((choice["rows"] + cols) * 128)
     return MatmulTile(**{**choice, "cols": cols, "stages": min(choice["stages"], fitting)})
 
