@@ -773,7 +773,7 @@ def bench_rows(full: bool) -> None:
             (channels,),
             2 * channels.size,
         ),
-        ("convolution_backward", conv_backward, (channels,), 8 * channels.size),
+        ("convolution_backward", conv_backward, (channels,), 3 * channels.size),
         ("token_sum", lambda a: token_sum(a, 8), (terms,), 2 * terms.size),
         (
             "gates",

@@ -22,6 +22,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pallas_kernels import matmul_core as core
+from pallas_kernels import matmul_few_rows as few_rows
 from pallas_kernels.matmul_product import product
 from pallas_kernels.tuning import MatmulTile, matmul_tile
 
@@ -83,6 +84,22 @@ def matmul(
     if tile.swap:
         lhs, rhs, rows, cols = rhs, lhs, cols, rows
         transpose_lhs, transpose_rhs = not transpose_b, not transpose_a
+
+    narrow = not transpose_rhs and tile.cols % core.TILE_K > 0  # less than a line of `rhs`
+    if tile.split > 1 or narrow:
+        out = few_rows.product(
+            lhs,
+            rhs,
+            contractions=contractions,
+            rows=rows,
+            cols=cols,
+            tile=tile,
+            out_type=jax.ShapeDtypeStruct((padded_m, padded_n), out_dtype),
+            leaves=leaves,
+            lhs_transposed=transpose_lhs,
+            rhs_transposed=transpose_rhs,
+        )
+        return out if out.shape == (m, n) else out[:m, :n]
 
     def epilogue(acc, row, col_tile, wg, _, outs, smem):
         core.store_tile(

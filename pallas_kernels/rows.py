@@ -34,6 +34,19 @@ def row_layout(width: int, warps: int = 1) -> plgpu.Layout:
     return plgpu.Layout.TILED(fragmented_array.Tiling(tiles), (-3,), (-2,), -1)
 
 
+def thread_vectors(width: int, most: int = 4) -> int:
+    """Neighbouring elements a thread of a warpgroup takes of a row: a power of two up to `most`.
+
+    Raises:
+      ValueError: if `width` is not a multiple of 128.
+    """
+    span = LANES * WARPS
+    vector = next((v for v in (8, 4, 2, 1) if v <= most and width % (span * v) == 0), None)
+    if vector is None:
+        raise ValueError(f"a row of {width} elements is not a multiple of {span}")
+    return vector
+
+
 def row_kernel(
     function: Callable,
     rows: Sequence[jax.Array],

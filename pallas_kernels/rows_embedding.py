@@ -7,11 +7,16 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.matmul_core import check_leaves, leaf_tree
+from pallas_kernels.rows import thread_vectors
 from pallas_kernels.rows_token_sum import SLAB, ordered_sum
+
+_ROWS = 16  # rows of the table that a block writes
 
 
 def embedding_gradient(tokens: jax.Array, dout: jax.Array, size: int, leaves: int) -> jax.Array:
     """Sum of dout's rows by token: in a batch leaf in row order, leaves in a balanced binary tree.
+
+    Every row of the table is written once, most of them with zeros.
 
     Args:
       tokens: [T] int32, rows of the table; one outside [0, size) goes nowhere.
@@ -29,19 +34,22 @@ def embedding_gradient(tokens: jax.Array, dout: jax.Array, size: int, leaves: in
     check_leaves(rows, leaves)
     if width % SLAB:
         raise ValueError(f"a row of {width} elements is not a multiple of {SLAB}")
+    slab = SLAB * thread_vectors(width)
     token = jnp.where((tokens >= 0) & (tokens < size), tokens, size).astype(jnp.int32)
     order = jnp.argsort(token, stable=True).astype(jnp.int32)
     token = token[order]
     # Where the rows of (token, leaf) begin among the sorted ones, for the token of every position.
     key = token * leaves + order // (rows // leaves)
-    bounds = jnp.searchsorted(key, token[:, None] * leaves + jnp.arange(leaves + 1), side="left")
-    first = jnp.arange(rows) == bounds[:, 0]
+    bounds = _begins(key, token[:, None] * leaves + jnp.arange(leaves + 1))
+    blocks = pl.cdiv(size, _ROWS)
+    begins = _begins(token, jnp.minimum(jnp.arange(blocks + 1) * _ROWS, size))
 
-    def body(order_gmem, bounds_gmem, first_gmem, dout_gmem, out):
-        position, span = lax.axis_index("position"), pl.ds(lax.axis_index("slab") * SLAB, SLAB)
+    def body(order_gmem, token_gmem, bounds_gmem, begins_gmem, dout_gmem, out):
+        block, span = lax.axis_index("block"), pl.ds(lax.axis_index("slab") * slab, slab)
+        begin, end = begins_gmem[block], begins_gmem[block + 1]
+        zero = jnp.zeros((slab,), jnp.float32)
 
-        @pl.when(first_gmem[position] > 0)
-        def _token():
+        def sums(row, position):
             index = iter(range(leaves))
 
             def leaf():
@@ -50,18 +58,42 @@ def embedding_gradient(tokens: jax.Array, dout: jax.Array, size: int, leaves: in
                 return ordered_sum(
                     lambda j: dout_gmem[order_gmem[begin + j], span].astype(jnp.float32),
                     end - begin,
-                    jnp.zeros((SLAB,), jnp.float32),
+                    zero,
                 )
 
-            out[position, span] = leaf_tree(leaf, leaves)
+            out[row, span] = leaf_tree(leaf, leaves)
+            return bounds_gmem[position, leaves]
 
-    sums = plgpu.kernel(
+        def zeros(row, position):
+            out[row, span] = zero
+            return position
+
+        def write(row, position):
+            here = lax.min(position, end - 1)
+            found = jnp.logical_and(position < end, token_gmem[here] == row)
+            return lax.cond(found, sums, zeros, row, position)
+
+        first = block * _ROWS
+        last = lax.min(first + _ROWS, size)
+
+        @pl.when(begin == end)
+        def _empty():
+            lax.fori_loop(first, last, zeros, begin)
+
+        @pl.when(begin < end)
+        def _filled():
+            lax.fori_loop(first, last, write, begin)
+
+    return plgpu.kernel(
         body,
-        out_type=jax.ShapeDtypeStruct((rows, width), jnp.float32),
-        grid=(rows, width // SLAB),
-        grid_names=("position", "slab"),
+        out_type=jax.ShapeDtypeStruct((size, width), jnp.float32),
+        grid=(blocks, width // slab),
+        grid_names=("block", "slab"),
         kernel_name="embedding_gradient",
-    )(order, bounds.astype(jnp.int32), first.astype(jnp.int32), dout)
-    target = jnp.where(first, token, size)
-    zero = jnp.zeros((size, width), jnp.float32)
-    return zero.at[target].set(sums, mode="drop")
+    )(order, token, bounds, begins, dout)
+
+
+def _begins(keys: jax.Array, queries: jax.Array) -> jax.Array:
+    """The first position in sorted `keys` that is no less than the query: one kernel, no loop."""
+    begins = jnp.searchsorted(keys, queries, side="left", method="scan_unrolled")
+    return begins.astype(jnp.int32)

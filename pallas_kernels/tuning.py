@@ -11,8 +11,8 @@ class MatmulTile:
 
     Attributes:
       rows: rows of one consumer warpgroup, a multiple of 64.
-      cols: columns, shared by the warpgroups; a multiple of 8 up to 256, and of 64 where the
-        contraction is not the operand's last axis.
+      cols: columns, shared by the warpgroups; a multiple of 8 up to 256, and, where the contraction
+        is not the operand's last axis, of 64, or 16 or 32 (`matmul_few_rows`).
       warpgroups: consumer warpgroups, stacked along the rows.
       turns: consumer warpgroups take whole tiles by turns instead: one multiplies while the other
         writes its tile out.
@@ -23,6 +23,8 @@ class MatmulTile:
       slots: parts of a warpgroup's tile that may be on their way out of shared memory at a time.
       smem_hold: whether a sum of leaves waits in shared memory (`matmul_core.Holds`); greater ones
         wait in device memory.
+      split: blocks of a cluster that share a tile's leaves (`matmul_few_rows`), a power of two; no
+        more than there are leaves take part.
     """
 
     rows: int
@@ -35,6 +37,7 @@ class MatmulTile:
     band: int = 8
     slots: int = 2
     smem_hold: bool = False
+    split: int = 1
 
     @property
     def height(self) -> int:
@@ -63,7 +66,7 @@ def matmul_tile(m: int, n: int, leaves: int) -> MatmulTile:
     if "cols" in choice:
         return MatmulTile(**choice)
     cols = max(8, m + -m % 8)
-    outgoing = 2 * cols * 64 * 4
+    outgoing = (1 + choice.get("split", 1)) * cols * 64 * 4  # and what a cluster's blocks send
     fitting = (SHARED_MEMORY - outgoing) // ((choice["rows"] + cols) * 128)
     return MatmulTile(**{**choice, "cols": cols, "stages": min(choice["stages"], fitting)})
 

@@ -7,11 +7,13 @@ import numpy as np
 import pytest
 
 from pallas_kernels import matmul_core as core
+from pallas_kernels import matmul_few_rows as few_rows
 from pallas_kernels.matmul import matmul
 from pallas_kernels.tuning import SHARED_MEMORY, MatmulTile, matmul_tile
 from tests.kernels import BF16, F32, calls_mosaic, error, f64, interpreted, normal, same_bits
 
 PLAIN = MatmulTile(rows=64, cols=64, stages=2)
+SPLIT = MatmulTile(rows=64, cols=16, stages=8, warpgroups=1, swap=True, split=4)
 SWAPPED = MatmulTile(rows=64, cols=8, stages=4, warpgroups=1, swap=True)
 
 
@@ -34,6 +36,17 @@ def test_operands_lie_either_way(transpose_a, tile):
             transpose_b=not transpose_a,
             out_dtype=F32,
             tile=tile,
+        )
+    assert error(out, f64(a) @ f64(b)) < 1e-6
+
+
+@pytest.mark.parametrize("cols, leaves", [(16, 1), (32, 2)])
+def test_narrow_tiles(cols, leaves):
+    """Columns of less than a line, and fewer rows than a tile's."""
+    a, b = normal(0, 9, 256), normal(1, 256, 128)
+    with interpreted():
+        out = matmul(
+            a, b, leaves=leaves, out_dtype=F32, tile=MatmulTile(64, cols, warpgroups=1, stages=2)
         )
     assert error(out, f64(a) @ f64(b)) < 1e-6
 
@@ -100,8 +113,10 @@ def test_tree_is_balanced():
 @pytest.mark.parametrize("leaves", [1, 2, 4, 8])
 @pytest.mark.parametrize("n", [32, 512, 2048, 12288, 248320])
 def test_table_fits_shared_memory(n, leaves):
-    for m in (1, 8, 17, 33, 64, 65, 128, 129, 256, 512, 513, 10240):
-        assert core.shared_bytes(matmul_tile(m, n, leaves), leaves, F32) <= SHARED_MEMORY
+    for m in (1, 8, 17, 33, 56, 64, 65, 128, 129, 256, 512, 513, 10240):
+        tile = matmul_tile(m, n, leaves)
+        taken = few_rows.shared_bytes if tile.split > 1 else core.shared_bytes
+        assert taken(tile, leaves, F32) <= SHARED_MEMORY
 
 
 class Symbol(str):
@@ -139,6 +154,9 @@ H, WIDE = 2048, 12288
         ((64, 4096), (4096, H), dict(leaves=8)),
         ((256, 512), (512, H), dict(leaves=8)),
         ((1, H), (H, 248320), dict(out_dtype=F32)),
+        ((16, H), (H, 512), dict(tile=MatmulTile(64, 16, warpgroups=1, stages=16))),
+        ((16, 4096), (4096, H), dict(leaves=8, tile=SPLIT)),
+        ((1000, 4096), (4096, H), dict(leaves=8, tile=MatmulTile(64, 128, split=4))),
     ],
     ids=lambda x: str(x).replace(" ", ""),
 )
@@ -157,3 +175,22 @@ def test_rows_are_exact_on_a_device(leaves):
     for m in (1, 7, 8, 9, 64, 65, 129, 513):
         assert same_bits(product(a[:m], b), whole[:m])
     assert same_bits(jax.jit(leaf_sum, static_argnums=2)(a, b, leaves), whole)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "tile",
+    [
+        SPLIT,
+        MatmulTile(64, 64, stages=8, warpgroups=1, swap=True, split=4),
+        MatmulTile(64, 128, split=4),
+        MatmulTile(64, 16, stages=16, warpgroups=1),
+    ],
+    ids=["first block joins", "every block joins", "two warpgroups", "narrow"],
+)
+def test_more_blocks_move_no_bit_on_a_device(tile):
+    b = normal(1, 1024, 512)
+    product = functools.partial(matmul, leaves=8, out_dtype=F32)
+    for m in (1, 9, 16, 65, 300):
+        a = normal(m, m, 1024)
+        assert same_bits(jax.jit(functools.partial(product, tile=tile))(a, b), product(a, b))

@@ -1,0 +1,231 @@
+"""The dense product of a few rows, over more blocks than its tiles alone would make.
+
+A multiprocessor takes in only so many bytes a microsecond, so a product that streams weights past a
+few rows is as fast as it has blocks. Two means make more of them, neither of which moves a bit:
+
+- `tile.split` blocks, a cluster, share a tile's leaves: each sums its own subtree. Then the tile's
+  columns are shared out: a block gets the others' sums of its columns in its shared memory, adds
+  them in the tree and stores them. A tile too narrow for that is the first block's as a whole.
+- Tiles of 16 or 32 columns, whose weights come in lines of 32 or 64 bytes.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels import matmul_core as core
+from pallas_kernels.tuning import MatmulTile
+
+
+def product(
+    lhs: Sequence[jax.Array],
+    rhs: Sequence[jax.Array],
+    *,
+    contractions: Sequence[int],
+    rows: int,
+    cols: int,
+    tile: MatmulTile,
+    out_type: jax.ShapeDtypeStruct,
+    leaves: int,
+    lhs_transposed: bool,
+    rhs_transposed: bool,
+) -> jax.Array:
+    """The sum over i of lhs[i] rhs[i], in the roles of `wgmma`; one tile a block or cluster.
+
+    Args:
+      lhs: arrays [R, K_i] bfloat16, or [K_i, R] if `lhs_transposed`.
+      rhs: arrays [K_i, C] bfloat16, or [C, K_i] if `rhs_transposed`.
+      contractions: the K_i.
+      rows, cols: R and C.
+      tile: the tile choice, not by turns.
+      out_type: the result, [R, C], or [C, R] if `tile.swap`.
+      leaves: parts of every K_i that are summed apart and combined in a binary tree.
+      lhs_transposed, rhs_transposed: as above.
+
+    Returns:
+      The result.
+    """
+    split = min(tile.split, leaves)
+    own_leaves, share = leaves // split, _share(tile, split)
+    phase_steps = [pl.cdiv(k // leaves, core.TILE_K) for k in contractions]
+    phases = len(phase_steps)
+    row_tiles, col_tiles = pl.cdiv(rows, tile.height), pl.cdiv(cols, tile.cols)
+    # Rows of the tile that an array of fewer does not have stay as they are in shared memory: what
+    # becomes of them is not stored.
+    height = tile.height if lhs_transposed else min(tile.height, rows + -rows % 8)
+
+    def body(*refs, smem):
+        lhs_gmem, rhs_gmem, (out,) = refs[:phases], refs[phases : 2 * phases], refs[2 * phases :]
+        ring = core.Ring(tile, smem["full"], smem["empty"])
+        wg, part = lax.axis_index("wg"), lax.axis_index("part")
+        index = lax.axis_index("tile")
+        row = lax.div(index, jnp.int32(col_tiles)) * tile.height
+        col = lax.rem(index, jnp.int32(col_tiles)) * tile.cols
+
+        @pl.when(wg == tile.warpgroups)
+        def _producer():
+            core.producer_registers(tile.warpgroups)
+
+            def issue(i, slot, barrier, leaf, phase):
+                ks = pl.ds((leaf * phase_steps[phase] + i) * core.TILE_K, core.TILE_K)
+                for gmem, stage, span, k_major in (
+                    (lhs_gmem[phase], smem["lhs"], pl.ds(row, height), lhs_transposed),
+                    (rhs_gmem[phase], smem["rhs"], pl.ds(col, tile.cols), not rhs_transposed),
+                ):
+                    src = gmem.at[ks, span] if k_major else gmem.at[span, ks]
+                    dst = stage.at[slot] if k_major else stage.at[slot, pl.ds(0, span.size)]
+                    plgpu.copy_gmem_to_smem(src, dst, barrier)
+
+            def load_leaf(leaf, step):
+                for phase, steps in enumerate(phase_steps):
+                    fill = functools.partial(issue, leaf=leaf, phase=phase)
+                    step = ring.produce(step, steps, fill)
+                return step
+
+            first = part * own_leaves
+            ring.drain(lax.fori_loop(first, first + own_leaves, load_leaf, jnp.int32(0)))
+
+        @pl.when(wg < tile.warpgroups)
+        def _consumer():
+            core.consumer_registers(tile.warpgroups)
+            first = core.first_row(tile, wg)
+            own = pl.ds(first, tile.rows)
+            step = jnp.int32(0)
+
+            def multiply(_, slot, acc):
+                a = smem["lhs"].at[slot]
+                a = a.at[:, own].T if lhs_transposed else a.at[own, :]
+                b = smem["rhs"].at[slot]
+                plgpu.wgmma(acc, a, b.T if rhs_transposed else b)
+
+            def leaf():
+                nonlocal step
+                shape = (tile.rows, tile.cols)
+                (value,), step = ring.consume(step, sum(phase_steps), (shape,), multiply)
+                return value
+
+            def store(acc, after):
+                core.store_tile(
+                    (acc,),
+                    smem["out"].at[wg],
+                    (out,),
+                    row + first,
+                    col + after,
+                    dtype=out_type.dtype,
+                    transposed=tile.swap,
+                )
+                plgpu.wait_smem_to_gmem(0)
+
+            acc = core.leaf_tree(leaf, own_leaves)
+            if split == 1:
+                store(acc, 0)
+            else:
+                _join(acc, split, share, part, smem["inbox"].at[wg], smem["arrived"].at[wg], store)
+
+    smem = {
+        **_stages(
+            tile,
+            {"lhs": (tile.height, lhs_transposed), "rhs": (tile.cols, not rhs_transposed)},
+        ),
+        "out": core.store_buffer(dataclasses.replace(tile, cols=share), out_type.dtype),
+        **core.Ring.barriers(tile, copies=2),
+    }
+    if split > 1:
+        inbox = (tile.warpgroups, split - 1, tile.rows, share)
+        smem["inbox"] = core.swizzled(inbox, jnp.float32)
+        smem["arrived"] = plgpu.Barrier(num_arrivals=split - 1, num_barriers=tile.warpgroups)
+
+    def entry(*refs):
+        pl.run_scoped(lambda smem: body(*refs, smem=smem), smem=smem, collective_axes="wg")
+
+    return plgpu.kernel(
+        entry,
+        out_type=out_type,
+        grid=(row_tiles * col_tiles,),
+        grid_names=("tile",),
+        cluster=(split,),
+        cluster_names=("part",),
+        num_threads=tile.warpgroups + 1,
+        thread_name="wg",
+        kernel_name="matmul_few_rows",
+    )(*lhs, *rhs)
+
+
+def _share(tile: MatmulTile, split: int) -> int:
+    """Columns of a tile whose sums one block of the cluster joins."""
+    return tile.cols if tile.cols % (8 * split) else tile.cols // split
+
+
+def _join(acc, split: int, share: int, part, inbox, arrived, store: Callable) -> None:
+    """Add the cluster's sums of subtrees in the tree and `store` the totals.
+
+    Args:
+      acc: float32 [rows, cols], the sum of this block, the `part`-th of `split`.
+      share: columns of a block: block i has those from i * share on, if there are any.
+      inbox: shared memory [split - 1, rows, share] float32: what the other blocks send to this one.
+      arrived: barrier of that, one arrival a sum.
+      store: `store(total, first)` takes the total of the columns from `first` on.
+    """
+    owners = acc.shape[1] // share
+
+    def columns(owner):
+        return acc[:, owner * share : (owner + 1) * share]
+
+    for owner in range(owners):
+
+        @pl.when(part != owner)
+        def _send(owner=owner):
+            plgpu.async_store_smem(
+                columns(owner),
+                inbox.at[part - (part > owner).astype(jnp.int32)],
+                arrived,
+                cluster_idx=jnp.int32(owner),
+                cluster_dim="part",
+                optimized=False,
+            )
+
+    for owner in range(owners):
+
+        @pl.when(part == owner)
+        def _receive(owner=owner):
+            plgpu.barrier_wait(arrived)
+            parts = iter(range(split))
+
+            def next_sum():
+                i = next(parts)
+                if i == owner:
+                    return columns(owner)
+                sent = inbox.at[i - (i > owner)]
+                return plgpu.load(sent, layout=plgpu.Layout.WGMMA, optimized=False)
+
+            store(core.leaf_tree(next_sum, split), owner * share)
+
+
+def shared_bytes(tile: MatmulTile, leaves: int, out_dtype: jax.typing.DTypeLike) -> int:
+    """Shared memory that a block takes, but for its barriers."""
+    split = min(tile.split, leaves)
+    share = _share(tile, split)
+    rest = (tile.cols - share) * core.TILE_K * 2 * tile.stages
+    sums = tile.warpgroups * (split - 1) * tile.rows * share * 4
+    return core.shared_bytes(dataclasses.replace(tile, cols=share), 1, out_dtype) + rest + sums
+
+
+def _stages(tile: MatmulTile, spans: dict[str, tuple[int, bool]]) -> dict:
+    """The ring's stages by name, from (rows or columns of a tile, whether K is not the line)."""
+    shapes = {
+        name: (core.TILE_K, span) if k_major else (span, core.TILE_K)
+        for name, (span, k_major) in spans.items()
+    }
+    # Both operands of a `wgmma` have one swizzle, which the narrower line decides.
+    swizzle = min(plgpu.find_swizzle(shape[-1] * 16) for shape in shapes.values())
+    transforms = plgpu.TilingTransform((8, swizzle // 2)), plgpu.SwizzleTransform(swizzle)
+    return {
+        name: plgpu.SMEM((tile.stages, *shape), jnp.bfloat16, transforms=transforms)
+        for name, shape in shapes.items()
+    }
