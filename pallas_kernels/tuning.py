@@ -35,6 +35,7 @@ class MatmulTile:
     band: int = 8
     slots: int = 2
     smem_hold: bool = False
+    cluster: tuple[int, int] = (1, 1)
 
     @property
     def height(self) -> int:
