@@ -349,7 +349,7 @@ def _grouped(
             def visit(index, _, first, valid, feature, step):
                 work = functools.partial(compute, index, first, valid, feature, step)
                 core.in_turn(tile, wg, index[0], work)
-                return step + steps
+                return ring.advance(step, steps)
 
             for_each_tile(visit)
             plgpu.wait_smem_to_gmem(0)

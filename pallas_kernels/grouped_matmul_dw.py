@@ -143,7 +143,7 @@ def grouped_matmul_dw(
                 size = sizes_gmem[group]
                 work = functools.partial(compute, ring.of_turn(i), group, size, row, col, step)
                 core.in_turn(tile, wg, i, work)
-                return step + blocks(size)
+                return ring.advance(step, blocks(size))
 
             for_each_tile(visit)
             plgpu.wait_smem_to_gmem(0)

@@ -3,7 +3,7 @@
 A kernel here is persistent and warp specialized. One producer warpgroup keeps a ring of shared
 memory stages filled by bulk tensor copies (TMA); one or two consumer warpgroups run `wgmma` on the
 stages and write their tile out while the producer already loads the next one. The ring never drains
-between tiles: `step` counts the stages used since the kernel began, on both sides.
+between tiles: `step` says on both sides how far it has turned.
 
 What fixes the bits of an output element is only the order of its products: inside a leaf K runs
 upwards in one float32 accumulator that starts from zero, and leaves combine in a balanced binary
@@ -13,6 +13,7 @@ tree. Tile sizes, stages, the number of warpgroups and the place of a row in a t
 import dataclasses
 import functools
 import math
+import operator
 from collections.abc import Callable, Sequence
 
 import jax
@@ -45,12 +46,31 @@ def swizzled(shape: tuple[int, ...], dtype: jax.typing.DTypeLike, rows: int = 8)
     return plgpu.SMEM(shape, dtype, transforms=transforms)
 
 
+def cluster(tile: MatmulTile) -> dict[str, int]:
+    """Axes of a cluster of blocks and their sizes; empty without one."""
+    rows, cols = tile.cluster
+    return {"cluster_row": rows, "cluster_col": cols} if rows * cols > 1 else {}
+
+
+def cluster_count(tile: MatmulTile) -> int:
+    """Clusters of a persistent kernel, all of them resident at once.
+
+    Two blocks always fit on neighbouring multiprocessors. Of more, a processing cluster of 16 or 18
+    multiprocessors takes whole ones only: the count is then one that a card with 132 has held.
+    """
+    blocks = math.prod(tile.cluster)
+    count = sm_count() // blocks
+    return count if blocks <= 2 else count - count % 8
+
+
 @dataclasses.dataclass(frozen=True)
 class Ring:
     """The barriers of the ring: `full[s]` says stage s is loaded, `empty[s]` that it is free.
 
     Warpgroups that take tiles by turns have a set of `full` each: who waits on a barrier has to see
-    every one of its phases.
+    every one of its phases. In a cluster a stage is free when it is in every block that shares an
+    operand with this one, since each loads a part of the operand into all of them. All blocks go
+    through the same number of steps, so none ends before the others have written to it.
     """
 
     tile: MatmulTile
@@ -61,10 +81,14 @@ class Ring:
     @staticmethod
     def barriers(tile: MatmulTile, copies: int) -> dict[str, plgpu.Barrier]:
         """Barrier allocations; `copies` is the number of TMA copies that fill one stage."""
-        sets, readers = (tile.warpgroups, 1) if tile.turns else (1, tile.warpgroups)
+        sets = tile.warpgroups if tile.turns else 1
+        axes = tuple(axis for axis, size in cluster(tile).items() if size > 1)
+        empty = functools.partial(plgpu.ClusterBarrier, collective_axes=axes)
         return {
             "full": plgpu.Barrier(num_arrivals=copies, num_barriers=sets * tile.stages),
-            "empty": plgpu.Barrier(num_arrivals=readers, num_barriers=tile.stages),
+            "empty": (empty if axes else plgpu.Barrier)(
+                num_arrivals=tile.readers, num_barriers=tile.stages
+            ),
         }
 
     @property
@@ -78,8 +102,18 @@ class Ring:
         first = lax.rem(index, jnp.int32(self.tile.warpgroups)) * self.stages
         return dataclasses.replace(self, first=first)
 
-    def slot(self, step: jax.Array) -> jax.Array:
-        return lax.rem(step, jnp.int32(self.stages))
+    def _slot(self, step: jax.Array) -> jax.Array:
+        return jnp.where(step < self.stages, step, step - self.stages)
+
+    def advance(self, step: jax.Array, steps: int | jax.Array) -> jax.Array:
+        """The state after `steps` more stages."""
+        total = step + steps
+        return jnp.where(
+            total < self.stages, total, self.stages + lax.rem(total, jnp.int32(self.stages))
+        )
+
+    def _next(self, step: jax.Array) -> jax.Array:
+        return jnp.where(step == 2 * self.stages - 1, self.stages, step + 1)
 
     def _loaded(self, slot: jax.Array):
         return self.full.at[self.first + slot]
@@ -88,36 +122,37 @@ class Ring:
         """Fill `steps` stages: `issue(k, slot, barrier)` starts the copies of the k-th of them."""
 
         def fill(k, step):
-            slot = self.slot(step)
+            slot = self._slot(step)
 
             @pl.when(step >= self.stages)
             def _wait_until_free():
                 plgpu.barrier_wait(self.empty.at[slot])
 
             issue(k, slot, self._loaded(slot))
-            return step + 1
+            return self._next(step)
 
         return lax.fori_loop(0, steps, fill, step)
 
     def drain(self, step: jax.Array) -> None:
         """Wait until the stages in flight are consumed: no barrier may be left half observed."""
 
-        def wait(i, _):
-            @pl.when(i >= 0)
+        def wait(slot, _):
+            @pl.when(slot < step)
             def _wait_until_free():
-                plgpu.barrier_wait(self.empty.at[self.slot(i)])
+                plgpu.barrier_wait(self.empty.at[slot])
 
-        lax.fori_loop(step - self.stages, step, wait, None)
+        lax.fori_loop(0, self.stages, wait, None)
 
     def skip(self, step: jax.Array, steps: int) -> None:
         """Give `steps` stages back unread."""
 
-        def body(i, _):
-            slot = self.slot(step + i)
+        def body(_, step):
+            slot = self._slot(step)
             plgpu.barrier_wait(self._loaded(slot))
             plgpu.barrier_arrive(self.empty.at[slot])
+            return self._next(step)
 
-        lax.fori_loop(0, steps, body, None)
+        lax.fori_loop(0, steps, body, step)
 
     def consume(
         self, step: jax.Array, steps: int | jax.Array, accumulators, multiply: Callable
@@ -125,68 +160,80 @@ class Ring:
         """Accumulate `steps` stages from zero.
 
         Args:
-          step: stages consumed so far.
+          step: the ring's state.
           steps: stages of this accumulation, at least one.
           accumulators: shapes (rows, columns) of the float32 accumulators.
           multiply: `multiply(k, slot, *accumulator_refs)` issues the `wgmma` of the k-th stage.
 
         Returns:
-          The accumulated values and the new step.
+          The accumulated values and the new state.
         """
 
         def scope(*refs):
-            def issue(k, step):
-                slot = self.slot(step)
+            def issue(k, slot):
                 plgpu.barrier_wait(self._loaded(slot))
                 multiply(k, slot, *refs)
 
-            def body(k, step):
-                issue(k, step)
+            def body(k, carry):
+                step, before = carry
+                slot = self._slot(step)
+                issue(k, slot)
                 # All but the newest groups are done, so the stage before this one may be refilled.
                 plgpu.wgmma_wait(len(refs))
-                plgpu.barrier_arrive(self.empty.at[self.slot(step - 1)])
-                return step + 1
+                plgpu.barrier_arrive(self.empty.at[before])
+                return self._next(step), slot
 
-            issue(jnp.int32(0), step)
-            last = lax.fori_loop(1, steps, body, step + 1)
+            first = self._slot(step)
+            issue(jnp.int32(0), first)
+            after, last = lax.fori_loop(1, steps, body, (self._next(step), first))
             values = tuple(ref[...] for ref in refs)
-            plgpu.barrier_arrive(self.empty.at[self.slot(last - 1)])
-            return (*values, last)
+            plgpu.barrier_arrive(self.empty.at[last])
+            return (*values, after)
 
         *values, step = pl.run_scoped(scope, *(plgpu.ACC(shape) for shape in accumulators))
         return tuple(values), step
 
 
-def leaf_tree(leaf: Callable[[], jax.Array], leaves: int, holds: Sequence = ()) -> jax.Array:
+def leaf_tree(
+    leaf: Callable[[], jax.Array],
+    leaves: int,
+    holds: Sequence = (),
+    add: Callable[[jax.Array, jax.Array], jax.Array] = operator.add,
+) -> jax.Array:
     """Sum `leaves` successive calls of `leaf()` in a balanced binary tree, as a counter carries.
 
     The sum of a left half waits while its right half is summed, at most one of every size: one of
     2^i leaves waits in `holds[i]`, a reference private to the warpgroup, or, where that is None or
-    missing, in registers.
+    missing, in registers. `add` adds two sums.
     """
     if leaves == 1:
         return leaf()
-    left = leaf_tree(leaf, leaves // 2, holds)
+    left = leaf_tree(leaf, leaves // 2, holds, add)
     level = leaves.bit_length() - 2
     hold = holds[level] if level < len(holds) else None
     if hold is None:
-        return left + leaf_tree(leaf, leaves // 2, holds)
+        return add(left, leaf_tree(leaf, leaves // 2, holds, add))
     hold[...] = left
-    right = leaf_tree(leaf, leaves // 2, holds)
-    return plgpu.load(hold, layout=plgpu.Layout.WGMMA, optimized=False) + right
+    right = leaf_tree(leaf, leaves // 2, holds, add)
+    return add(plgpu.load(hold, layout=plgpu.Layout.WGMMA, optimized=False), right)
 
 
-REGISTERS = 64  # of a thread, for small tiles that all wait in registers; a large one waits alone
+def _add_now(left: jax.Array, right: jax.Array) -> jax.Array:
+    """left + right. Put off by the compiler, it would keep both in registers meanwhile."""
+    return lax.optimization_barrier(left + right)
+
+
+REGISTERS = 192  # of a thread, for its accumulator and the sums that wait in registers
 
 
 @dataclasses.dataclass(frozen=True)
 class Holds:
     """Where the waiting sums of `leaf_tree` lie: small ones in registers, then shared memory, L2.
 
-    A tile of 64 x 128 leaves registers for one waiting sum beside its accumulator, and shared
-    memory for one more beside the ring (`tile.smem_hold`). The greatest waits once a tile and goes
-    to device memory. In shared memory a sum waits where the finished tile is going to lie on its
-    way out: by then nothing waits any more.
+    A tile of 64 x 128 leaves registers for two waiting sums beside its accumulator, and shared
+    memory for one more beside the ring (`tile.smem_hold`). The greatest waits once a tile. In
+    shared memory a sum waits where the finished tile is going to lie on its way out: by then
+    nothing waits any more.
     """
 
     tile: MatmulTile
@@ -198,7 +245,7 @@ class Holds:
     def of(leaves: int, tile: MatmulTile) -> "Holds":
         waiting = leaves.bit_length() - 1
         registers = tile.rows * tile.cols // 128
-        first = min(waiting, max(1, REGISTERS // registers - 1))
+        first = min(waiting, REGISTERS // registers - 1)
         second = min(int(tile.smem_hold), waiting - first)
         return Holds(tile, first, second, waiting - first - second)
 
@@ -238,12 +285,12 @@ class Holds:
 
         def next_leaf():
             value = leaf()
-            if self.in_smem and next(index) == 1:
+            if self.in_smem and next(index) == 2**self.in_registers - 1:
                 # The tile before this one must have left the place where sums are going to wait.
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            return value
+            return lax.optimization_barrier(value)
 
-        return leaf_tree(next_leaf, leaves, refs)
+        return leaf_tree(next_leaf, leaves, refs, _add_now)
 
 
 def shared_bytes(tile: MatmulTile, leaves: int, out_dtype: jax.typing.DTypeLike) -> int:
@@ -312,28 +359,43 @@ def in_turn(tile: MatmulTile, wg: jax.Array, index: jax.Array, work: Callable[[]
         work()
 
 
-PRODUCER_REGISTERS = 56
+REGISTER_FILE = 65536  # registers of a multiprocessor
+PRODUCER_REGISTERS = 24  # of a thread
 
 
 def producer_registers(consumers: int) -> None:
-    """Hand registers to two consumers; with one, and for small tiles, everybody has enough."""
+    """Hand registers to several consumers; with one, everybody has enough."""
     if consumers > 1:
         plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
 
 
 def consumer_registers(consumers: int) -> None:
+    """Take what the producer left: a block can only pass on what it began with."""
     if consumers > 1:
-        plgpu.set_max_registers((512 - PRODUCER_REGISTERS) // consumers // 8 * 8, action="increase")
+        warpgroups = consumers + 1
+        at_launch = REGISTER_FILE // (128 * warpgroups) // 8 * 8 * warpgroups
+        share = (at_launch - PRODUCER_REGISTERS) // consumers // 8 * 8
+        plgpu.set_max_registers(share, action="increase")
 
 
 def launch(
-    body, out_type, smem: dict, *, ctas: int, warpgroups: int, name: str, fast_exp: bool = False
+    body,
+    out_type,
+    smem: dict,
+    *,
+    ctas: int,
+    warpgroups: int,
+    name: str,
+    fast_exp: bool = False,
+    cluster: dict[str, int] | None = None,
 ):
     """A persistent kernel of `ctas` blocks: `warpgroups` consumers and, last, one producer.
 
     `body(*operands, *outputs, smem=smem)` runs in every warpgroup, with axes "cta" and "wg"; `smem`
-    holds the references allocated from the dictionary given here.
+    holds the references allocated from the dictionary given here. With a `cluster`, "cta" counts
+    clusters, and its axes are axes of the body too.
     """
+    cluster = cluster or {}
 
     def entry(*refs):
         pl.run_scoped(lambda smem: body(*refs, smem=smem), smem=smem, collective_axes="wg")
@@ -343,6 +405,8 @@ def launch(
         out_type=out_type,
         grid=(ctas,),
         grid_names=("cta",),
+        cluster=tuple(cluster.values()),
+        cluster_names=tuple(cluster),
         num_threads=warpgroups + 1,
         thread_name="wg",
         kernel_name=name,

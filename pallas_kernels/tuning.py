@@ -38,6 +38,7 @@ class MatmulTile:
     slots: int = 2
     smem_hold: bool = False
     split: int = 1
+    cluster: tuple[int, int] = (1, 1)
 
     @property
     def height(self) -> int:
