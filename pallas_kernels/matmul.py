@@ -87,14 +87,12 @@ def matmul(
 
     narrow = not transpose_rhs and tile.cols % core.TILE_K > 0  # less than a line of `rhs`
     if tile.split > 1 or narrow:
-        out = few_rows.product(
-            lhs,
-            rhs,
+        (out,) = few_rows.products(
+            [lhs],
+            [rhs],
             contractions=contractions,
-            rows=rows,
-            cols=cols,
             tile=tile,
-            out_type=jax.ShapeDtypeStruct((padded_m, padded_n), out_dtype),
+            out_types=[jax.ShapeDtypeStruct((padded_m, padded_n), out_dtype)],
             leaves=leaves,
             lhs_transposed=transpose_lhs,
             rhs_transposed=transpose_rhs,

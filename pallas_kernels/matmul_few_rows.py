@@ -1,16 +1,19 @@
-"""The dense product of a few rows, over more blocks than its tiles alone would make.
+"""Dense products of a few rows, over more blocks than the tiles of one alone would make.
 
 A multiprocessor takes in only so many bytes a microsecond, so a product that streams weights past a
-few rows is as fast as it has blocks. Two means make more of them, neither of which moves a bit:
+few rows is as fast as it has blocks. Three means make more of them, none of which moves a bit:
 
 - `tile.split` blocks, a cluster, share a tile's leaves: each sums its own subtree. Then the tile's
   columns are shared out: a block gets the others' sums of its columns in its shared memory, adds
   them in the tree and stores them. A tile too narrow for that is the first block's as a whole.
 - Tiles of 16 or 32 columns, whose weights come in lines of 32 or 64 bytes.
+- One launch for several products: a block looks up whose tile it has.
 """
 
 import dataclasses
 import functools
+import itertools
+import math
 from collections.abc import Callable, Sequence
 
 import jax
@@ -23,73 +26,76 @@ from pallas_kernels import matmul_core as core
 from pallas_kernels.tuning import MatmulTile
 
 
-def product(
-    lhs: Sequence[jax.Array],
-    rhs: Sequence[jax.Array],
+def products(
+    lhs: Sequence[Sequence[jax.Array]],
+    rhs: Sequence[Sequence[jax.Array]],
     *,
     contractions: Sequence[int],
-    rows: int,
-    cols: int,
     tile: MatmulTile,
-    out_type: jax.ShapeDtypeStruct,
+    out_types: Sequence[jax.ShapeDtypeStruct],
     leaves: int,
     lhs_transposed: bool,
     rhs_transposed: bool,
-) -> jax.Array:
-    """The sum over i of lhs[i] rhs[i], in the roles of `wgmma`; one tile a block or cluster.
+) -> Sequence[jax.Array]:
+    """For every p the sum over i of lhs[p][i] rhs[p][i], in the roles of `wgmma`; one tile a block
+    or cluster.
 
     Args:
-      lhs: arrays [R, K_i] bfloat16, or [K_i, R] if `lhs_transposed`.
-      rhs: arrays [K_i, C] bfloat16, or [C, K_i] if `rhs_transposed`.
+      lhs: for every product, or once for all of them, arrays [R_p, K_i] bfloat16, or [K_i, R_p] if
+        `lhs_transposed`.
+      rhs: likewise arrays [K_i, C_p] bfloat16, or [C_p, K_i] if `rhs_transposed`.
       contractions: the K_i.
-      rows, cols: R and C.
       tile: the tile choice, not by turns.
-      out_type: the result, [R, C], or [C, R] if `tile.swap`.
+      out_types: the results, [R_p, C_p], or [C_p, R_p] if `tile.swap`, of one dtype.
       leaves: parts of every K_i that are summed apart and combined in a binary tree.
       lhs_transposed, rhs_transposed: as above.
 
     Returns:
-      The result.
+      The results.
     """
     split = min(tile.split, leaves)
     own_leaves, share = leaves // split, _share(tile, split)
     phase_steps = [pl.cdiv(k // leaves, core.TILE_K) for k in contractions]
-    phases = len(phase_steps)
-    row_tiles, col_tiles = pl.cdiv(rows, tile.height), pl.cdiv(cols, tile.cols)
-    # Rows of the tile that an array of fewer does not have stay as they are in shared memory: what
-    # becomes of them is not stored.
-    height = tile.height if lhs_transposed else min(tile.height, rows + -rows % 8)
+    phases, results = len(phase_steps), len(out_types)
+    sizes = [out.shape[::-1] if tile.swap else out.shape for out in out_types]
+    grids = [(pl.cdiv(rows, tile.height), pl.cdiv(cols, tile.cols)) for rows, cols in sizes]
+    dtype = out_types[0].dtype
 
-    def body(*refs, smem):
-        lhs_gmem, rhs_gmem, (out,) = refs[:phases], refs[phases : 2 * phases], refs[2 * phases :]
+    def body(lhs_gmem, rhs_gmem, outs, smem):
         ring = core.Ring(tile, smem["full"], smem["empty"])
         wg, part = lax.axis_index("wg"), lax.axis_index("part")
-        index = lax.axis_index("tile")
-        row = lax.div(index, jnp.int32(col_tiles)) * tile.height
-        col = lax.rem(index, jnp.int32(col_tiles)) * tile.cols
+        of_tile = functools.partial(_of_tile, lax.axis_index("tile"), grids, tile)
 
         @pl.when(wg == tile.warpgroups)
         def _producer():
             core.producer_registers(tile.warpgroups)
 
-            def issue(i, slot, barrier, leaf, phase):
-                ks = pl.ds((leaf * phase_steps[phase] + i) * core.TILE_K, core.TILE_K)
-                for gmem, stage, span, k_major in (
-                    (lhs_gmem[phase], smem["lhs"], pl.ds(row, height), lhs_transposed),
-                    (rhs_gmem[phase], smem["rhs"], pl.ds(col, tile.cols), not rhs_transposed),
-                ):
-                    src = gmem.at[ks, span] if k_major else gmem.at[span, ks]
-                    dst = stage.at[slot] if k_major else stage.at[slot, pl.ds(0, span.size)]
-                    plgpu.copy_gmem_to_smem(src, dst, barrier)
+            @of_tile
+            def _load(p, row, col):
+                # Rows of the tile that an array of fewer does not have stay as they are in shared
+                # memory: what becomes of them is not stored.
+                rows = sizes[p][0]
+                height = tile.height if lhs_transposed else min(tile.height, rows + -rows % 8)
+                a, b = (refs[p % len(refs)] for refs in (lhs_gmem, rhs_gmem))
 
-            def load_leaf(leaf, step):
-                for phase, steps in enumerate(phase_steps):
-                    fill = functools.partial(issue, leaf=leaf, phase=phase)
-                    step = ring.produce(step, steps, fill)
-                return step
+                def issue(i, slot, barrier, leaf, phase):
+                    ks = pl.ds((leaf * phase_steps[phase] + i) * core.TILE_K, core.TILE_K)
+                    for gmem, stage, span, k_major in (
+                        (a[phase], smem["lhs"], pl.ds(row, height), lhs_transposed),
+                        (b[phase], smem["rhs"], pl.ds(col, tile.cols), not rhs_transposed),
+                    ):
+                        src = gmem.at[ks, span] if k_major else gmem.at[span, ks]
+                        dst = stage.at[slot] if k_major else stage.at[slot, pl.ds(0, span.size)]
+                        plgpu.copy_gmem_to_smem(src, dst, barrier)
 
-            first = part * own_leaves
-            ring.drain(lax.fori_loop(first, first + own_leaves, load_leaf, jnp.int32(0)))
+                def load_leaf(leaf, step):
+                    for phase, steps in enumerate(phase_steps):
+                        fill = functools.partial(issue, leaf=leaf, phase=phase)
+                        step = ring.produce(step, steps, fill)
+                    return step
+
+                first = part * own_leaves
+                ring.drain(lax.fori_loop(first, first + own_leaves, load_leaf, jnp.int32(0)))
 
         @pl.when(wg < tile.warpgroups)
         def _consumer():
@@ -111,15 +117,18 @@ def product(
                 return value
 
             def store(acc, after):
-                core.store_tile(
-                    (acc,),
-                    smem["out"].at[wg],
-                    (out,),
-                    row + first,
-                    col + after,
-                    dtype=out_type.dtype,
-                    transposed=tile.swap,
-                )
+                @of_tile
+                def _store(p, row, col):
+                    core.store_tile(
+                        (acc,),
+                        smem["out"].at[wg],
+                        (outs[p],),
+                        row + first,
+                        col + after,
+                        dtype=dtype,
+                        transposed=tile.swap,
+                    )
+
                 plgpu.wait_smem_to_gmem(0)
 
             acc = core.leaf_tree(leaf, own_leaves)
@@ -133,7 +142,7 @@ def product(
             tile,
             {"lhs": (tile.height, lhs_transposed), "rhs": (tile.cols, not rhs_transposed)},
         ),
-        "out": core.store_buffer(dataclasses.replace(tile, cols=share), out_type.dtype),
+        "out": core.store_buffer(dataclasses.replace(tile, cols=share), dtype),
         **core.Ring.barriers(tile, copies=2),
     }
     if split > 1:
@@ -142,19 +151,46 @@ def product(
         smem["arrived"] = plgpu.Barrier(num_arrivals=split - 1, num_barriers=tile.warpgroups)
 
     def entry(*refs):
-        pl.run_scoped(lambda smem: body(*refs, smem=smem), smem=smem, collective_axes="wg")
+        operands, outs = _by(phases, refs[:-results]), refs[-results:]
+        run = functools.partial(body, operands[: len(lhs)], operands[len(lhs) :], outs)
+        pl.run_scoped(run, smem=smem, collective_axes="wg")
 
     return plgpu.kernel(
         entry,
-        out_type=out_type,
-        grid=(row_tiles * col_tiles,),
+        out_type=list(out_types),
+        grid=(sum(math.prod(grid) for grid in grids),),
         grid_names=("tile",),
         cluster=(split,),
         cluster_names=("part",),
         num_threads=tile.warpgroups + 1,
         thread_name="wg",
         kernel_name="matmul_few_rows",
-    )(*lhs, *rhs)
+    )(*itertools.chain(*lhs, *rhs))
+
+
+def _by(count: int, items: Sequence) -> list[Sequence]:
+    """Runs of `count` items."""
+    return [items[i : i + count] for i in range(0, len(items), count)]
+
+
+def _of_tile(index, grids: Sequence[tuple[int, int]], tile: MatmulTile, visit: Callable) -> None:
+    """`visit(p, row, col)` for the product `p` and the place in it of tile `index` of them all.
+
+    A chain of branches, since operands and results are chosen when the kernel is compiled.
+    """
+    first = 0
+    for p, (row_tiles, col_tiles) in enumerate(grids):
+
+        def go(p=p, first=first, across=col_tiles):
+            row, col = (op(index - first, jnp.int32(across)) for op in (lax.div, lax.rem))
+            visit(p, row * tile.height, col * tile.cols)
+
+        after = first + row_tiles * col_tiles
+        if len(grids) == 1:
+            go()
+        else:
+            pl.when(jnp.logical_and(index >= first, index < after))(go)
+        first = after
 
 
 def _share(tile: MatmulTile, split: int) -> int:

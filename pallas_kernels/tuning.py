@@ -63,7 +63,16 @@ def _choose(rows: list[table.Row], **sizes: int) -> dict:
 
 def matmul_tile(m: int, n: int, leaves: int) -> MatmulTile:
     """The tile for an [m, K] by [K, n] product in `leaves` leaves."""
-    choice = _choose(table.MATMUL, m=m, n=n, leaves=leaves)
+    return _filled(_choose(table.MATMUL, m=m, n=n, leaves=leaves), m)
+
+
+def matmul_columns_tile(m: int, n: int) -> MatmulTile:
+    """The tile of `matmul_columns`: [m, K] by weights of n columns in all."""
+    return _filled(_choose(table.MATMUL_COLUMNS, m=m, n=n), m)
+
+
+def _filled(choice: dict, m: int) -> MatmulTile:
+    """The tile of a choice; one without columns gets as many as there are rows, swapped."""
     if "cols" in choice:
         return MatmulTile(**choice)
     cols = max(8, m + -m % 8)

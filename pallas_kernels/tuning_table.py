@@ -17,6 +17,18 @@ MATMUL: list[Row] = [
     ({}, dict(rows=64, cols=128, stages=5, smem_hold=True)),
 ]
 
+MATMUL_COLUMNS: list[Row] = [
+    # Narrow weights alone: narrow tiles, for enough blocks.
+    ({"m": 64, "n": 1536}, dict(rows=64, cols=32, warpgroups=1, stages=12)),
+    # Two blocks fit a multiprocessor, so that all run at once.
+    ({"m": 16}, dict(rows=64, warpgroups=1, stages=10, swap=True)),
+    ({"m": 64}, dict(rows=64, warpgroups=1, stages=6, swap=True)),
+    ({"m": 128}, dict(rows=64, warpgroups=1, stages=4, swap=True)),
+    ({"n": 1536}, dict(rows=64, cols=32, warpgroups=1, stages=12)),
+    ({"m": 256}, dict(rows=64, cols=256, warpgroups=2, stages=4, swap=True)),
+    ({}, dict(rows=64, cols=256, minor=0)),
+]
+
 GROUPED_MATMUL: list[Row] = [
     # At most 32 rows a group on average: a group's rows fit the 8-wide side.
     ({"rows_per_group": 32}, dict(rows=64, cols=32, stages=6, swap=True)),

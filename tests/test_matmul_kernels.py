@@ -9,7 +9,8 @@ import pytest
 from pallas_kernels import matmul_core as core
 from pallas_kernels import matmul_few_rows as few_rows
 from pallas_kernels.matmul import matmul
-from pallas_kernels.tuning import SHARED_MEMORY, MatmulTile, matmul_tile
+from pallas_kernels.matmul_columns import matmul_columns
+from pallas_kernels.tuning import SHARED_MEMORY, MatmulTile, matmul_columns_tile, matmul_tile
 from tests.kernels import BF16, F32, calls_mosaic, error, f64, interpreted, normal, same_bits
 
 PLAIN = MatmulTile(rows=64, cols=64, stages=2)
@@ -119,6 +120,44 @@ def test_table_fits_shared_memory(n, leaves):
         assert taken(tile, leaves, F32) <= SHARED_MEMORY
 
 
+@pytest.mark.parametrize("n", [1024, 9216, 12352])
+def test_table_of_several_weights_fits_shared_memory(n):
+    for m in (1, 8, 16, 17, 64, 65, 100, 128, 129, 256, 1000):
+        assert few_rows.shared_bytes(matmul_columns_tile(m, n), 1, BF16) <= SHARED_MEMORY
+
+
+SEVERAL = [1, 32, 520, 64]  # widths of weights of one input
+
+
+@pytest.mark.parametrize(
+    "m, tile",
+    [
+        (1, SWAPPED),
+        (5, SWAPPED),
+        (64, MatmulTile(64, 64, warpgroups=1, stages=2, swap=True)),
+        (100, MatmulTile(64, 64, warpgroups=2, stages=2, swap=True)),
+        (9, MatmulTile(64, 16, warpgroups=1, stages=2)),
+        (100, MatmulTile(64, 32, warpgroups=1, stages=2)),
+    ],
+)
+def test_several_weights(m, tile):
+    """Column tiles of one product after another, with the bits of each by itself."""
+    x, ws = normal(0, m, 192), tuple(normal(i, 192, n) for i, n in enumerate(SEVERAL, 1))
+    with interpreted():
+        outs = matmul_columns(x, ws, tile=tile)
+        apart = [matmul(x, w, tile=tile) for w in ws]
+    for out, alone, w in zip(outs, apart, ws, strict=True):
+        assert same_bits(out, alone) and error(out, f64(x) @ f64(w)) < 3e-3
+
+
+def test_refusals_of_several_weights():
+    x, w = normal(0, 8, 64), normal(1, 64, 64)
+    with pytest.raises(ValueError, match="no product"):
+        matmul_columns(x, (w, w[:32]))
+    with pytest.raises(ValueError, match="bfloat16"):
+        matmul_columns(x, (w, w.astype(F32)))
+
+
 class Symbol(str):
     def __add__(self, other):
         return Symbol(f"({str(self)}+{str(other)})")
@@ -162,6 +201,26 @@ H, WIDE = 2048, 12288
 )
 def test_lowers_for_cuda(a, b, options):
     assert calls_mosaic(functools.partial(matmul, **options), (a, BF16), (b, BF16))
+
+
+GATED_DELTA, ATTENTION, SHARED = (H, H, 4096, 4096, 32, 32), (4096, 512, 512, 4096), (512, 512)
+
+
+@pytest.mark.parametrize("widths", [GATED_DELTA, ATTENTION, SHARED], ids=len)
+@pytest.mark.parametrize("m", [1, 16, 64, 256])
+def test_several_weights_lower_for_cuda(m, widths):
+    ws = [((H, n), BF16) for n in widths]
+    assert calls_mosaic(lambda x, *ws: matmul_columns(x, ws), ((m, H), BF16), *ws)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("widths", [GATED_DELTA, SHARED, SEVERAL], ids=len)
+def test_several_weights_are_exact_on_a_device(widths):
+    ws = tuple(normal(i, H, n) for i, n in enumerate(widths, 1))
+    for m in (1, 9, 16, 64, 100, 256):
+        x = normal(0, m, H)
+        apart = [matmul(x, w) for w in ws]
+        assert all(map(same_bits, jax.jit(matmul_columns)(x, ws), apart))
 
 
 @pytest.mark.gpu

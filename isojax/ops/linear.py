@@ -23,10 +23,15 @@ from isojax.numerics.collectives import (
     stream_sum,
 )
 from isojax.numerics.policy import Policy
-from isojax.ops import weight
+from isojax.ops import kernel, weight
 from isojax.ops.op import op
 from isojax.ops.product import product
 from isojax.ops.weight import Parameter
+from pallas_kernels.matmul_columns import matmul_columns
+
+# Rows up to which a launch for all weights of one input is worth it: a weight alone is then read in
+# about the time that a kernel takes to start and end. With more rows its product fills the device.
+FEW_ROWS = 256
 
 
 def weight_gradient(x: jax.Array, dy: jax.Array, policy: Policy, layout: Layout) -> jax.Array:
@@ -68,6 +73,8 @@ def _columns(static, x: jax.Array, ws: tuple[Parameter, ...]) -> tuple[jax.Array
     copies, policy, layout = static
     own = [_own(weight.value(w), c, layout) for w, c in zip(ws, copies, strict=True)]
     x = gather_rows(x, layout)
+    if policy.evaluation == "mosaic" and x.shape[0] <= FEW_ROWS:
+        return kernel.call(matmul_columns, x, tuple(own))
     return tuple(product(x, w, policy, dtype=x.dtype) for w in own)
 
 
