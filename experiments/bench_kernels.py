@@ -41,6 +41,7 @@ from pallas_kernels.linear_logprob import (
 )
 from pallas_kernels.linear_logprob_backward import linear_logprob_backward
 from pallas_kernels.matmul import matmul
+from pallas_kernels.matmul_columns import matmul_columns
 from pallas_kernels.matmul_core import shared_bytes
 from pallas_kernels.rows_convolution import convolution, convolution_backward
 from pallas_kernels.rows_elementwise import (
@@ -251,6 +252,33 @@ def bench_decode(full: bool) -> None:
                 functions[name] = functools.partial(matmul, leaves=leaves, tile=tile)
             case = f"decode {m}x{n}x{k} G{leaves}"
             compare(case, functions, *((x, b) for b in w), nbytes=2.0 * k * n, iterations=3)
+    bench_one_input()
+
+
+# Widths of the weights of one input, K = 2048, in the 35B model.
+ONE_INPUT = {
+    "gated delta": (2048, 2048, 4096, 4096, 32, 32),
+    "attention": (4096, 512, 512, 4096),
+    "shared expert": (512, 512),
+}
+
+
+def bench_one_input() -> None:
+    def apart(product):
+        return lambda x, ws: tuple(product(x, w) for w in ws)
+
+    functions = {
+        "xla dots": apart(jnp.dot),
+        "a launch a weight": apart(matmul),
+        "one launch": matmul_columns,
+    }
+    for name, widths in ONE_INPUT.items():
+        nbytes = 2.0 * 2048 * sum(widths)
+        copies = max(8, -(-160_000_000 // int(nbytes)))
+        ws = [tuple(normal(i, 2048, n) for n in widths) for i in range(copies)]
+        for m in (1, 16, 64, 256):
+            calls = ((normal(99, m, 2048), set_) for set_ in ws)
+            compare(f"decode {name} M={m}", functions, *calls, nbytes=nbytes, iterations=3)
 
 
 def expert_sizes(rows: int, groups: int, seed: int) -> jax.Array:
@@ -543,6 +571,24 @@ def exact_matmul(leaves: int) -> None:
 
 def exact_columns(full: bool) -> None:
     exact_matmul(1)
+    exact_one_input()
+
+
+def all_same_bits(results: Sequence[jax.Array], others: Sequence[jax.Array]) -> bool:
+    return all(map(same_bits, results, others))
+
+
+def exact_one_input() -> None:
+    """One launch for several weights has the bits of a launch for each."""
+    checks = Checks()
+    for name, widths in (ONE_INPUT | {"ragged": (1, 32, 520, 64)}).items():
+        ws = tuple(normal(i, 2048, n) for i, n in enumerate(widths))
+        for m in (1, 9, 16, 64, 65, 129, 256):
+            x = normal(99, m, 2048)
+            apart = [matmul(x, w) for w in ws]
+            same = functools.partial(all_same_bits, apart)
+            checks.add(f"{name} M={m}", matmul_columns, (x, ws), same)
+    checks.run()
 
 
 def exact_leaves(full: bool) -> None:
