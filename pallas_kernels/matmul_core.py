@@ -56,11 +56,11 @@ def cluster_count(tile: MatmulTile) -> int:
     """Clusters of a persistent kernel, all of them resident at once.
 
     Two blocks always fit on neighbouring multiprocessors. Of more, a processing cluster of 16 or 18
-    multiprocessors takes whole ones only: the count is then one that a card with 132 has held.
+    multiprocessors takes whole ones only.
     """
     blocks = math.prod(tile.cluster)
     count = sm_count() // blocks
-    return count if blocks <= 2 else count - count % 8
+    return count if blocks <= 2 or count < 8 else count - count % 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -213,9 +213,34 @@ def leaf_tree(
     hold = holds[level] if level < len(holds) else None
     if hold is None:
         return add(left, leaf_tree(leaf, leaves // 2, holds, add))
-    hold[...] = left
+    _put(hold, left)
     right = leaf_tree(leaf, leaves // 2, holds, add)
-    return add(plgpu.load(hold, layout=plgpu.Layout.WGMMA, optimized=False), right)
+    return _add_held(hold, right, add)
+
+
+STRIPE = 8  # columns that lie together in device memory: a warp then moves whole lines of 128 bytes
+
+
+def _put(hold, value: jax.Array) -> None:
+    """Store a tile [rows, columns], or, in a hold of three axes, by stripes of its columns."""
+    if len(hold.shape) == 2:
+        hold[...] = value
+        return
+    for stripe in range(hold.shape[0]):
+        first = stripe * STRIPE
+        hold[stripe] = value[:, first : first + STRIPE]
+
+
+def _add_held(hold, right: jax.Array, add: Callable) -> jax.Array:
+    """The tile that `_put` stored plus `right`."""
+    load = functools.partial(plgpu.load, layout=plgpu.Layout.WGMMA, optimized=False)
+    if len(hold.shape) == 2:
+        return add(load(hold), right)
+    sums = []
+    for stripe in range(hold.shape[0]):
+        first = stripe * STRIPE
+        sums.append(add(load(hold.at[stripe]), right[:, first : first + STRIPE]))
+    return jnp.concatenate(sums, axis=1)
 
 
 def _add_now(left: jax.Array, right: jax.Array) -> jax.Array:
@@ -272,7 +297,9 @@ class Holds:
 
     def scratch(self, ctas: int) -> list[jax.ShapeDtypeStruct]:
         """Device memory, as outputs of the kernel that nobody reads afterwards."""
-        return [jax.ShapeDtypeStruct((ctas, *self._shape), jnp.float32)] * self.in_scratch
+        wgs, rows, cols = self._shape
+        shape = (ctas, wgs, cols // STRIPE, rows, STRIPE)
+        return [jax.ShapeDtypeStruct(shape, jnp.float32)] * self.in_scratch
 
     def sum(self, leaf: Callable, leaves: int, smem: dict, scratch, cta, wg) -> jax.Array:
         """`leaf_tree` of one warpgroup's tile, with `smem` opened."""

@@ -1,6 +1,8 @@
 """Dense products: against float64 in the interpreter, lowering at the 35B model's shapes."""
 
+import dataclasses
 import functools
+from unittest import mock
 
 import jax
 import numpy as np
@@ -69,10 +71,11 @@ def leaf_sum(a, b, leaves, **options):
     "tile, alone",
     [
         (PLAIN, PLAIN),
-        (MatmulTile(rows=64, cols=64, stages=2, smem_hold=True), PLAIN),
+        (MatmulTile(rows=64, cols=128, stages=2), MatmulTile(rows=64, cols=128, stages=2)),
+        (MatmulTile(rows=64, cols=128, stages=2, smem_hold=True), PLAIN),
         (SWAPPED, SWAPPED),
     ],
-    ids=["registers and L2", "shared memory", "swapped"],
+    ids=["registers", "registers and L2", "registers and shared memory", "swapped"],
 )
 def test_leaves_are_products_of_their_own(tile, alone):
     a, b = normal(0, 8, 512), normal(1, 512, 64)
@@ -80,6 +83,35 @@ def test_leaves_are_products_of_their_own(tile, alone):
         out = matmul(a, b, leaves=8, out_dtype=F32, tile=tile)
         apart = leaf_sum(a, b, 8, tile=alone)
     assert same_bits(out, apart)
+
+
+@pytest.mark.parametrize(
+    "cluster, leaves, transpose_a, transpose_b, options",
+    [
+        ((2, 1), 8, False, False, dict(smem_hold=True)),
+        ((1, 2), 2, True, False, {}),
+        ((2, 2), 1, False, True, dict(turns=True)),
+    ],
+    ids=["leaves", "transposed a", "turns"],
+)
+def test_clusters(cluster, leaves, transpose_a, transpose_b, options):
+    """Odd numbers of tiles, several of them a block: what a cluster shares moves no bit."""
+    a, b = normal(0, 200, 512), normal(1, 512, 136)
+    arguments = (a.T if transpose_a else a, b.T if transpose_b else b)
+    plain = MatmulTile(rows=64, cols=64, stages=3, **options)
+    with interpreted(), mock.patch.object(core, "sm_count", lambda: 4):
+        out, alone = (
+            matmul(
+                *arguments,
+                leaves=leaves,
+                transpose_a=transpose_a,
+                transpose_b=transpose_b,
+                out_dtype=F32,
+                tile=tile,
+            )
+            for tile in (dataclasses.replace(plain, cluster=cluster), plain)
+        )
+    assert same_bits(out, alone) and error(out, f64(a) @ f64(b)) < 1e-6
 
 
 def test_narrow_leaves_and_several_contractions():
@@ -187,6 +219,7 @@ H, WIDE = 2048, 12288
         ((10240, H), (H, WIDE), {}),
         ((10240, H), (H, 256), dict(out_dtype=F32)),
         ((10240, 4096), (4096, H), dict(leaves=8)),
+        ((10240, 4096), (4096, H), dict(leaves=8, tile=MatmulTile(64, 128, cluster=(2, 2)))),
         ((10240, H), (4096, H), dict(transpose_b=True)),
         ((10240, H), (10240, 4096), dict(transpose_a=True, leaves=8, out_dtype=F32)),
         ((1, H), (H, 4096), {}),
