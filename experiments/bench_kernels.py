@@ -186,7 +186,7 @@ def small_tiles(m: int) -> dict[str, MatmulTile]:
     if cols <= 64:
         return {
             f"swap 64x{cols} s{stages}": MatmulTile(
-                rows=64, cols=cols, warpgroups=1, stages=stages, swap=True, smem_hold=True
+                rows=64, cols=cols, warpgroups=1, stages=stages, swap=True
             )
             for stages in (8, 12, 16)
         }
@@ -226,7 +226,7 @@ def bench_matmul(full: bool) -> None:
 
         tiles = fitting(LEAF_TILES if leaves > 1 else TILES, leaves)
         if not full:
-            tiles = {"table": matmul_tile(m, n, leaves)}
+            tiles = {"table": matmul_tile(m, n, k, leaves)}
         functions = {"xla dot": peer}
         for name, tile in tiles.items():
             functions[name] = lambda a, b, tile=tile, leaves=leaves, ta=ta, tb=tb, dtype=dtype: (
@@ -246,7 +246,7 @@ def bench_decode(full: bool) -> None:
 
             tiles = fitting(small_tiles(m), leaves)
             if not full:
-                tiles = {"table": matmul_tile(m, n, leaves)}
+                tiles = {"table": matmul_tile(m, n, k, leaves)}
             functions = {"xla dot": jnp.dot}
             for name, tile in tiles.items():
                 functions[name] = functools.partial(matmul, leaves=leaves, tile=tile)

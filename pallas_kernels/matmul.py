@@ -71,7 +71,7 @@ def matmul(
         contractions.append(k)
     if tile is None:
         # Few rows of a transposed operand are too narrow for a swizzled line.
-        tile = matmul_tile(max(m, 128) if transpose_a else m, n, leaves)
+        tile = matmul_tile(max(m, 128) if transpose_a else m, n, sum(contractions), leaves)
     if tile.swap and transpose_a:
         raise ValueError("a transposed `a` cannot be swapped")
     lhs, rhs = (

@@ -46,31 +46,12 @@ def swizzled(shape: tuple[int, ...], dtype: jax.typing.DTypeLike, rows: int = 8)
     return plgpu.SMEM(shape, dtype, transforms=transforms)
 
 
-def cluster(tile: MatmulTile) -> dict[str, int]:
-    """Axes of a cluster of blocks and their sizes; empty without one."""
-    rows, cols = tile.cluster
-    return {"cluster_row": rows, "cluster_col": cols} if rows * cols > 1 else {}
-
-
-def cluster_count(tile: MatmulTile) -> int:
-    """Clusters of a persistent kernel, all of them resident at once.
-
-    Two blocks always fit on neighbouring multiprocessors. Of more, a processing cluster of 16 or 18
-    multiprocessors takes whole ones only.
-    """
-    blocks = math.prod(tile.cluster)
-    count = sm_count() // blocks
-    return count if blocks <= 2 or count < 8 else count - count % 8
-
-
 @dataclasses.dataclass(frozen=True)
 class Ring:
     """The barriers of the ring: `full[s]` says stage s is loaded, `empty[s]` that it is free.
 
     Warpgroups that take tiles by turns have a set of `full` each: who waits on a barrier has to see
-    every one of its phases. In a cluster a stage is free when it is in every block that shares an
-    operand with this one, since each loads a part of the operand into all of them. All blocks go
-    through the same number of steps, so none ends before the others have written to it.
+    every one of its phases.
     """
 
     tile: MatmulTile
@@ -82,13 +63,9 @@ class Ring:
     def barriers(tile: MatmulTile, copies: int) -> dict[str, plgpu.Barrier]:
         """Barrier allocations; `copies` is the number of TMA copies that fill one stage."""
         sets = tile.warpgroups if tile.turns else 1
-        axes = tuple(axis for axis, size in cluster(tile).items() if size > 1)
-        empty = functools.partial(plgpu.ClusterBarrier, collective_axes=axes)
         return {
             "full": plgpu.Barrier(num_arrivals=copies, num_barriers=sets * tile.stages),
-            "empty": (empty if axes else plgpu.Barrier)(
-                num_arrivals=tile.readers, num_barriers=tile.stages
-            ),
+            "empty": plgpu.Barrier(num_arrivals=tile.readers, num_barriers=tile.stages),
         }
 
     @property
@@ -406,23 +383,13 @@ def consumer_registers(consumers: int) -> None:
 
 
 def launch(
-    body,
-    out_type,
-    smem: dict,
-    *,
-    ctas: int,
-    warpgroups: int,
-    name: str,
-    fast_exp: bool = False,
-    cluster: dict[str, int] | None = None,
+    body, out_type, smem: dict, *, ctas: int, warpgroups: int, name: str, fast_exp: bool = False
 ):
     """A persistent kernel of `ctas` blocks: `warpgroups` consumers and, last, one producer.
 
     `body(*operands, *outputs, smem=smem)` runs in every warpgroup, with axes "cta" and "wg"; `smem`
-    holds the references allocated from the dictionary given here. With a `cluster`, "cta" counts
-    clusters, and its axes are axes of the body too.
+    holds the references allocated from the dictionary given here.
     """
-    cluster = cluster or {}
 
     def entry(*refs):
         pl.run_scoped(lambda smem: body(*refs, smem=smem), smem=smem, collective_axes="wg")
@@ -432,8 +399,6 @@ def launch(
         out_type=out_type,
         grid=(ctas,),
         grid_names=("cta",),
-        cluster=tuple(cluster.values()),
-        cluster_names=tuple(cluster),
         num_threads=warpgroups + 1,
         thread_name="wg",
         kernel_name=name,

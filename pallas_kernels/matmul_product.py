@@ -5,7 +5,6 @@ side of 8). Who is M and who is N, and what becomes of a tile, is the caller's b
 """
 
 import functools
-import math
 from collections.abc import Callable, Sequence
 
 import jax
@@ -61,15 +60,12 @@ def product(
       The outputs.
     """
     cta_rows = tile.height
-    together = core.cluster(tile)
-    # Tiles here are those of a cluster, each a block of tiles.
-    row_blocks = pl.cdiv(rows, cta_rows * tile.cluster[0])
-    col_blocks = pl.cdiv(col_tiles, tile.cluster[1])
-    tiles = row_blocks * col_blocks
+    row_tiles = pl.cdiv(rows, cta_rows)
+    tiles = row_tiles * col_tiles
     phase_steps = [pl.cdiv(k // leaves, core.TILE_K) for k in contractions]
     phases, steps = len(phase_steps), leaves * sum(phase_steps)
     holds = core.Holds.of(leaves, tile)
-    ctas = min(core.cluster_count(tile), tiles)
+    ctas = min(core.sm_count(), tiles)
 
     def body(*refs, smem):
         smem = holds.open(smem)
@@ -79,18 +75,12 @@ def product(
         ring = core.Ring(tile, smem["full"], smem["empty"])
         wg = lax.axis_index("wg")
         cta = lax.axis_index("cta")
-        block = cta
-        for axis, size in together.items():
-            block = block * size + lax.axis_index(axis)
 
         def for_each_tile(visit):
             def at(i, step):
                 r, c = plgpu.planar_snake(
-                    cta + i * ctas, (row_blocks, col_blocks), tile.minor, tile.band
+                    cta + i * ctas, (row_tiles, col_tiles), tile.minor, tile.band
                 )
-                if together:
-                    r = r * tile.cluster[0] + lax.axis_index("cluster_row")
-                    c = c * tile.cluster[1] + lax.axis_index("cluster_col")
                 return visit(i, r * cta_rows, c, step)
 
             count = lax.div(tiles - cta + ctas - 1, jnp.int32(ctas))
@@ -107,15 +97,12 @@ def product(
                 def issue(i, slot, barrier, leaf, phase):
                     first = leaf * phase_steps[phase]
                     ks = pl.ds((first + i) * core.TILE_K, core.TILE_K)
-                    for gmem, stage, span, k_major, axis in (
-                        (lhs_gmem[phase], smem["lhs"], row_span, lhs_transposed, "cluster_col"),
-                        (rhs_gmem[phase], smem["rhs"], col_span, not rhs_transposed, "cluster_row"),
+                    for gmem, stage, span, k_major in (
+                        (lhs_gmem[phase], smem["lhs"], row_span, lhs_transposed),
+                        (rhs_gmem[phase], smem["rhs"], col_span, not rhs_transposed),
                     ):
                         src = gmem.at[ks, span] if k_major else gmem.at[span, ks]
-                        sharers = axis if together.get(axis, 1) > 1 else None
-                        plgpu.copy_gmem_to_smem(
-                            src, stage.at[slot], barrier, collective_axes=sharers
-                        )
+                        plgpu.copy_gmem_to_smem(src, stage.at[slot], barrier)
 
                 def load_leaf(leaf, step):
                     for phase, steps in enumerate(phase_steps):
@@ -149,15 +136,8 @@ def product(
                     )
                     return value
 
-                acc = holds.sum(leaf, leaves, smem, scratch, block, wg)
-
-                def finish():
-                    epilogue(acc, row, col_tile, wg, extra_gmem, out_gmem, smem)
-
-                if together:  # a block goes along even where it has no tile
-                    pl.when(jnp.logical_and(row < rows, col_tile < col_tiles))(finish)
-                else:
-                    finish()
+                acc = holds.sum(leaf, leaves, smem, scratch, cta, wg)
+                epilogue(acc, row, col_tile, wg, extra_gmem, out_gmem, smem)
 
             def visit(i, row, col_tile, step):
                 core.in_turn(tile, wg, i, lambda: compute(ring.of_turn(i), row, col_tile, step))
@@ -174,13 +154,12 @@ def product(
     }
     outs = core.launch(
         body,
-        [*out_type, *holds.scratch(ctas * math.prod(tile.cluster))],
+        [*out_type, *holds.scratch(ctas)],
         stages,
         ctas=ctas,
         warpgroups=tile.warpgroups,
         name=name,
         fast_exp=fast_exp,
-        cluster=together,
     )(*lhs, *rhs, *extras)
     return outs[: len(out_type)]
 

@@ -38,7 +38,6 @@ class MatmulTile:
     slots: int = 2
     smem_hold: bool = False
     split: int = 1
-    cluster: tuple[int, int] = (1, 1)
 
     @property
     def height(self) -> int:
@@ -61,9 +60,9 @@ def _choose(rows: list[table.Row], **sizes: int) -> dict:
     raise ValueError(f"no tile for {sizes}")
 
 
-def matmul_tile(m: int, n: int, leaves: int) -> MatmulTile:
-    """The tile for an [m, K] by [K, n] product in `leaves` leaves."""
-    return _filled(_choose(table.MATMUL, m=m, n=n, leaves=leaves), m)
+def matmul_tile(m: int, n: int, k: int, leaves: int) -> MatmulTile:
+    """The tile for an [m, k] by [k, n] product in `leaves` leaves."""
+    return _filled(_choose(table.MATMUL, m=m, n=n, k=k, leaves=leaves), m)
 
 
 def matmul_columns_tile(m: int, n: int) -> MatmulTile:

@@ -8,11 +8,18 @@ Row = tuple[dict[str, int], dict[str, int | bool]]
 
 MATMUL: list[Row] = [
     # Few rows: tokens lie in the 8-wide side (cols is filled in from m), weights stream by.
-    ({"m": 64}, dict(rows=64, warpgroups=1, stages=16, swap=True, smem_hold=True)),
+    ({"m": 64, "leaves": 1}, dict(rows=64, warpgroups=1, stages=16, swap=True)),
+    ({"m": 64, "n": 1024}, dict(rows=64, warpgroups=1, stages=16, swap=True)),
+    ({"m": 64, "n": 8192}, dict(rows=64, warpgroups=1, stages=16, swap=True, split=2)),
+    ({"m": 64}, dict(rows=64, warpgroups=1, stages=16, swap=True)),
     ({"m": 512, "n": 1024}, dict(rows=64, cols=64, warpgroups=1, stages=12)),
     ({"m": 512, "n": 8192, "leaves": 1}, dict(rows=64, cols=128, warpgroups=1, stages=8)),
+    ({"m": 256, "n": 16384, "leaves": 1}, dict(rows=64, cols=192, stages=5, slots=1)),
     ({"m": 512, "n": 8192}, dict(rows=64, cols=64, warpgroups=1, stages=12)),
     ({"n": 64}, dict(rows=64, cols=64, stages=6)),
+    # A short contraction hides no epilogue, and 192 columns fill the last round of blocks.
+    ({"leaves": 1, "n": 8192}, dict(rows=64, cols=256, minor=0)),
+    ({"leaves": 1, "k": 2048}, dict(rows=128, cols=192, stages=5, slots=1, turns=True, minor=0)),
     ({"leaves": 1}, dict(rows=64, cols=256, minor=0)),
     ({}, dict(rows=64, cols=128, stages=5, smem_hold=True)),
 ]
@@ -24,9 +31,8 @@ MATMUL_COLUMNS: list[Row] = [
     ({"m": 16}, dict(rows=64, warpgroups=1, stages=10, swap=True)),
     ({"m": 64}, dict(rows=64, warpgroups=1, stages=6, swap=True)),
     ({"m": 128}, dict(rows=64, warpgroups=1, stages=4, swap=True)),
-    ({"n": 1536}, dict(rows=64, cols=32, warpgroups=1, stages=12)),
-    ({"m": 256}, dict(rows=64, cols=256, warpgroups=2, stages=4, swap=True)),
-    ({}, dict(rows=64, cols=256, minor=0)),
+    ({"n": 1536}, dict(rows=64, cols=64, warpgroups=1, stages=12, swap=True)),
+    ({}, dict(rows=64, cols=256, stages=4, swap=True)),
 ]
 
 GROUPED_MATMUL: list[Row] = [
