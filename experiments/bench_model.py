@@ -1,10 +1,11 @@
 """Time whole calls of a model with random weights on one GPU: decode, prefill, score, gradient.
 
-    python experiments/bench_model.py decode score --json result.json
+    python experiments/bench_model.py decode agreement score --json result.json
     python experiments/bench_model.py gradient --layers 8
 
-decode    the engine serves requests of 512 prompt tokens: seconds of its calls as its caller sees
-          them, and the time that the device's kernels take in one. The difference is the host's.
+decode    the engine serves requests of 512 prompt tokens: the time of its calls as its caller sees
+          it, and what the device's kernels take of it.
+agreement the log-probabilities of what the engine sampled, bit by bit against the trainer's.
 score     the trainer's log-probabilities of sequences of 2048 tokens, 8 in a call.
 gradient  one call of forward and backward of the same size. Its sums take 8 bytes a parameter, so
           Qwen3.5-35B-A3B fits one GPU with few of its layers only.
@@ -13,6 +14,8 @@ The floor of a decode call is the time to read every weight once, at the bandwid
 """
 
 import argparse
+import dataclasses
+import functools
 import json
 import statistics
 import time
@@ -30,11 +33,13 @@ from isojax import config_io
 from isojax.config import RunConfig, resolve_model
 from isojax.models.params import Parameter, parameters
 from isojax.sampler.engine import Engine
-from isojax.sampler.request import Request
+from isojax.sampler.executor import Executor
+from isojax.sampler.request import Completion, Request
 from isojax.sampler.settings import engine_config, executor
 from isojax.trainer import settings
 from isojax.trainer.call import put
 from isojax.trainer.packing import Example, pack
+from isojax.trainer.score import Scorer, compare
 
 ROOT = Path(__file__).parents[1]
 COPY = 4.3e12  # bytes a second, read and written, of a copy on an H200
@@ -76,6 +81,23 @@ def random_weights(config: RunConfig, mesh: Any) -> Any:
     return jax.tree.unflatten(tree, [draw(i, p) for i, p in enumerate(described)])
 
 
+class Bench:
+    """A configuration with weights, and the programs that several parts use."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self.config, self.model = config, resolve_model(config)
+        self.mesh = config.mesh.mesh()
+        self.params = random_weights(config, self.mesh)
+
+    @functools.cached_property
+    def executor(self) -> Executor:
+        return executor(self.config, self.model, self.mesh, self.params)
+
+    @functools.cached_property
+    def scorer(self) -> Scorer:
+        return settings.scorer(self.config, self.model, self.mesh)
+
+
 def weight_bytes(params: Any) -> int:
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(params))
 
@@ -106,14 +128,14 @@ class Watched:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
-    def step(self, bucket: Any, ranks: Any) -> Any:
+    def step(self, bucket: Any, ranks: Any, after: Any = None) -> Any:
         self.began.append((bucket, time.perf_counter()))
         if bucket.piece_rows == 1 and self._traced and len(self.began) > RESPONSE // 2:
             repetitions, self._traced = self._traced, 0
             # the same call again and again: positions stay, so its result is that of one
-            again = lambda: self._inner.step(bucket, ranks)  # noqa: E731
+            again = lambda: self._inner.step(bucket, ranks, after).wait()  # noqa: E731
             self.device_ms, self.kernels = device_times(again, repetitions)
-        return self._inner.step(bucket, ranks)
+        return self._inner.step(bucket, ranks, after)
 
     def spans(self) -> dict[Any, list[float]]:
         """Milliseconds from the beginning of a call to that of the next, by bucket."""
@@ -123,26 +145,26 @@ class Watched:
         return found
 
 
-def serve(config: RunConfig, inner: Any, count: int, traced: int) -> Watched:
-    model, watched = resolve_model(config), Watched(inner, traced)
+def serve(b: Bench, inner: Any, count: int) -> list[tuple[list[int], Completion]]:
+    """(prompt, what was sampled) of `count` requests."""
     engine = Engine(
-        watched, engine_config(config), vocab_size=model.vocab_size, chunk=config.policy.chunk
+        inner, engine_config(b.config), vocab_size=b.model.vocab_size, chunk=b.config.policy.chunk
     )
     random = np.random.default_rng(0)
-    prompts = random.integers(1, model.vocab_size, (count, PROMPT)).tolist()
-    engine.generate([Request(p, RESPONSE, seed=i) for i, p in enumerate(prompts)])
-    return watched
+    prompts = random.integers(1, b.model.vocab_size, (count, PROMPT)).tolist()
+    done = engine.generate([Request(p, RESPONSE, seed=i) for i, p in enumerate(prompts)])
+    return [(p, samples[0]) for p, samples in zip(prompts, done, strict=True)]
 
 
-def bench_decode(config: RunConfig, mesh: Any, params: Any) -> dict[str, Any]:
+def bench_decode(b: Bench) -> dict[str, Any]:
     """Calls of the engine with as many sequences as it holds, and with a quarter of them."""
-    inner = executor(config, resolve_model(config), mesh, params)
-    floor = weight_bytes(params) / COPY * 1e3
+    floor = weight_bytes(b.params) / COPY * 1e3
     result: dict[str, Any] = {"weights read once, ms": round(floor, 2)}
-    most = config.sampler.max_sequences
+    most = b.config.sampler.max_sequences
     for count in (most, most // 4):
-        serve(config, inner, count, traced=0)  # compiles
-        alone, seen = serve(config, inner, count, traced=0), serve(config, inner, count, traced=3)
+        alone, seen = Watched(b.executor, traced=0), Watched(b.executor, traced=3)
+        for inner in (b.executor, alone, seen):  # the first compiles
+            serve(b, inner, count)
         for bucket, spans in alone.spans().items():
             kind = "decode" if bucket.piece_rows == 1 else "mixed"
             name = f"{count} sequences, {kind} call of {bucket.tokens} tokens"
@@ -152,7 +174,22 @@ def bench_decode(config: RunConfig, mesh: Any, params: Any) -> dict[str, Any]:
                 **({"device_ms": round(seen.device_ms, 3)} if kind == "decode" else {}),
             }
         result[f"{count} sequences, kernels"] = top(seen.kernels, 30)
+    b.executor.release()
     return result
+
+
+def bench_agreement(b: Bench) -> dict[str, Any]:
+    """Sample with the engine, score with the trainer, compare."""
+    done = serve(b, b.executor, b.config.sampler.max_sequences)
+    b.executor.release()
+    asked = [Example(np.concatenate([p, c.token_ids]).astype(np.int32), PROMPT) for p, c in done]
+    # full calls alone: the rest would compile a program of its own
+    whole = b.config.policy.row_leaves * (LENGTH // (PROMPT + RESPONSE))
+    asked = asked[: len(asked) // whole * whole or None]
+    done = done[: len(asked)]
+    scored = b.scorer(b.params, asked)
+    found = compare([c.logprobs for _, c in done], [own.full for own in scored], cap=2.0)
+    return dataclasses.asdict(found)
 
 
 def examples(vocab: int) -> list[Example]:
@@ -164,16 +201,15 @@ def examples(vocab: int) -> list[Example]:
     ]
 
 
-def call_of(config: RunConfig, mesh: Any) -> Any:
-    model = resolve_model(config)
+def call_of(b: Bench) -> Any:
     (batch,), _ = pack(
-        examples(model.vocab_size),
-        config.trainer.microbatch_tokens,
-        config.policy,
-        config.mesh,
-        longest=config.max_length,
+        examples(b.model.vocab_size),
+        b.config.trainer.microbatch_tokens,
+        b.config.policy,
+        b.config.mesh,
+        longest=b.config.max_length,
     )
-    return put(batch, mesh)
+    return put(batch, b.mesh)
 
 
 def timed(call: Callable[[], Any]) -> dict[str, Any]:
@@ -186,26 +222,31 @@ def timed(call: Callable[[], Any]) -> dict[str, Any]:
     }
 
 
-def bench_score(config: RunConfig, mesh: Any, params: Any) -> dict[str, Any]:
+def bench_score(b: Bench) -> dict[str, Any]:
     """8 sequences of 2048 tokens in one call."""
-    scorer, batch = settings.scorer(config, resolve_model(config), mesh), call_of(config, mesh)
-    return timed(lambda: scorer.call(params, batch))
+    batch = call_of(b)
+    return timed(lambda: b.scorer.call(b.params, batch))
 
 
-def bench_gradient(config: RunConfig, mesh: Any, params: Any) -> dict[str, Any]:
+def bench_gradient(b: Bench) -> dict[str, Any]:
     """Forward and backward of 8 sequences of 2048 tokens, gradients added to float32 sums."""
-    trainer, batch = settings.trainer(config, resolve_model(config), mesh), call_of(config, mesh)
-    loss, totals = settings.policy_loss(config), trainer.zeros()
+    trainer, batch = settings.trainer(b.config, b.model, b.mesh), call_of(b)
+    loss, totals = settings.policy_loss(b.config), trainer.zeros()
 
     def call() -> Any:
         nonlocal totals
-        totals, rows = trainer.add(params, totals, batch, loss)
+        totals, rows = trainer.add(b.params, totals, batch, loss)
         return rows
 
     return timed(call)
 
 
-PARTS = {"decode": bench_decode, "score": bench_score, "gradient": bench_gradient}
+PARTS = {
+    "decode": bench_decode,
+    "agreement": bench_agreement,
+    "score": bench_score,
+    "gradient": bench_gradient,
+}
 
 
 def main() -> None:
@@ -219,12 +260,11 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write all figures here")
     options = parser.parse_args()
     config = configured(options.config, options.layers, options.sequences)
-    mesh = config.mesh.mesh()
-    params = random_weights(config, mesh)
-    print(f"{weight_bytes(params) / 1e9:.1f} GB of weights", flush=True)
+    bench = Bench(config)
+    print(f"{weight_bytes(bench.params) / 1e9:.1f} GB of weights", flush=True)
     results = {}
     for part in options.parts:
-        results[part] = PARTS[part](config, mesh, params)
+        results[part] = PARTS[part](bench)
         print(f"{part}: {json.dumps(results[part], indent=1)}", flush=True)
     if options.json:
         options.json.write_text(json.dumps(results, indent=1), encoding="utf-8")
