@@ -21,6 +21,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import matmul_core as core
+from pallas_kernels.rows import sigmoid
 from pallas_kernels.tuning import (
     MatmulTile,
     grouped_matmul_tile,
@@ -99,7 +100,7 @@ def grouped_swiglu(
 
     def epilogue(products, *_):
         g, u = products
-        return (g * _sigmoid(g) * u,)
+        return (g * sigmoid(g) * u,)
 
     hidden, *kept = _grouped(
         *((x,), (gate, up), starts, sizes, n, 2, False, jnp.bfloat16, 1, epilogue, tile),
@@ -144,7 +145,7 @@ def grouped_swiglu_backward(
         g, u = (
             plgpu.load(ref.at[span], layout=plgpu.Layout.WGMMA, optimized=False) for ref in kept
         )
-        s = _sigmoid(g)
+        s = sigmoid(g)
         return dh * u * (s * (1.0 + g * (1.0 - s))), dh * (g * s), g * s * u
 
     return tuple(
@@ -153,10 +154,6 @@ def grouped_swiglu_backward(
             kept=kept,
         )
     )
-
-
-def _sigmoid(x: jax.Array) -> jax.Array:
-    return 1.0 / (1.0 + jnp.exp(-x))
 
 
 def _check(xs, ws, transpose_w):

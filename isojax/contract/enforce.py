@@ -20,18 +20,6 @@ class Stamped(Protocol):
     def weights_version(self) -> int: ...
 
 
-def check_pair(sampler: Contract, trainer: Contract) -> None:
-    """Sampler and trainer may start together.
-
-    Raises:
-      ContractError: naming all that moves a bit between them.
-    """
-    if sampler.numerical != trainer.numerical:
-        raise ContractError(
-            "sampler and trainer hold different contracts:\n" + _listed(diff(sampler, trainer))
-        )
-
-
 def check_pinned(pinned: Contract, now: Contract) -> None:
     """A run keeps the contract that was pinned for it.
 
