@@ -234,6 +234,16 @@ def test_calls_follow_each_other_until_something_ends():
     assert 1 < sum(follows) < len(follows) - 2
 
 
+def test_a_rank_that_empties_takes_what_waits():
+    made, fake = engine(ranks=2, max_sequences=1, max_batch_tokens=30)
+    watch_pages(made, fake)
+    # the second one ends at a stop id, while calls of the first one could follow to the end
+    ends = expected(Request(prompt(3, 1), 3, seed=1), 0, 40)[0][-1]
+    short = [Request(prompt(3, s), 30, seed=s, stop_ids=[ends]) for s in (1, 2)]
+    check([Request(prompt(3, 0), 30), *short], made)
+    assert made.counts.steps == 30
+
+
 def test_closing_the_stream_leaves_a_clean_engine():
     made, _ = engine()
     requests = [Request(prompt(7, s), 9, n=2) for s in range(4)]

@@ -73,21 +73,20 @@ def _next_state(x: jax.Array, state: jax.Array, batch: RaggedBatch, width: int) 
     """The state after this call: each sequence's last `width - 1` inputs.
 
     Every slot looks for its sequence: gathers fuse into the one pass that writes the state, where
-    a scatter of rows takes several times as long.
+    a scatter of rows takes several times as long. Only integers are scattered.
     """
     slots, sequences = state.shape[0], batch.slot.shape[0]
     slot = jnp.where(batch.length > 0, batch.slot, slots)
     seq = jnp.full(slots, sequences).at[slot].set(jnp.arange(sequences), mode="drop")
     taken, seq = seq < sequences, jnp.minimum(seq, sequences - 1)
-    start, context = batch.start[seq], batch.context[seq]
-    last = context + batch.length[seq]
+    start, context, length = (x[seq] for x in (batch.start, batch.context, batch.length))
     columns = []
     for back in range(width - 1, 0, -1):
-        position = last - back
-        row = jnp.clip(start + position - context, 0, x.shape[0] - 1)
-        cached = state[jnp.arange(slots), jnp.clip(position - context + width - 1, 0, width - 2)]
-        value = jnp.where((position >= context)[:, None], x[row], cached)
-        columns.append(jnp.where((position >= 0)[:, None], value, 0))
+        number = length - back  # of the input in this call; a negative one is cached
+        row = jnp.clip(start + number, 0, x.shape[0] - 1)
+        cached = state[jnp.arange(slots), jnp.clip(number + width - 1, 0, width - 2)]
+        value = jnp.where((number >= 0)[:, None], x[row], cached)
+        columns.append(jnp.where((context + number >= 0)[:, None], value, 0))
     return jnp.where(taken[:, None, None], jnp.stack(columns, axis=1), state)
 
 

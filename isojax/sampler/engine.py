@@ -34,7 +34,7 @@ class Runs(Protocol):
     params: Any
     compiles: int
 
-    def step(self, bucket: Bucket, ranks: Sequence[StepInputs], after: Any = None) -> "Draws": ...
+    def step(self, bucket: Bucket, ranks: Sequence[StepInputs], after: Any = None) -> Draws: ...
     def copy(self, ranks: Sequence[Copies]) -> None: ...
     def release(self) -> None: ...
 
@@ -62,8 +62,9 @@ class _Call:
 class Counts:
     """What an engine has done so far.
 
-    tokens: generated. steps: calls. preemptions: sequences that had to start again for want of
-    pages. compiles: programs compiled; constant once every bucket in use has been met.
+    tokens: generated. steps: calls, those included in which what was drawn came too late.
+    preemptions: sequences that had to start again for want of pages. compiles: programs compiled;
+    constant once every bucket in use has been met.
     """
 
     tokens: int = 0
@@ -77,7 +78,7 @@ class Engine:
 
     On several processes each makes the same engine and the same calls, and gets all completions.
 
-    before_step: called before every call of the executor; what it raises ends `stream`.
+    before_step: called before every step; what it raises ends `stream`, with what is under way.
     """
 
     def __init__(
@@ -246,9 +247,9 @@ class Engine:
     def _serve(self) -> Iterator[Finished]:
         """Call until nothing is left to do.
 
-        While a call runs, the next one is started if it is sure to be like it: then the device need
-        not wait for this host. What a sequence draws in it that ends before is passed over; its
-        pages and its slot are given to others only in later calls.
+        While a call runs, the next one is started, if it can be one like it: then the device need
+        not wait for this host. What a sequence draws there that has ended before is passed over;
+        its pages and its slot are given to others only in later calls.
         """
         call: _Call | None = None
         while self._scheduler.busy:
@@ -266,7 +267,7 @@ class Engine:
         return self._launch(bucket, plans)
 
     def _follow(self, call: _Call) -> _Call | None:
-        """Start the call after one that is under way, if it is the same but for its tokens."""
+        """Start the call after one that is under way, if it can be planned already."""
         plans = self._scheduler.follow()
         return None if plans is None else self._launch(call.bucket, plans, call.draws)
 

@@ -170,10 +170,10 @@ class Executor:
         sharding = NamedSharding(self._mesh, PartitionSpec(DATA))
         return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
 
-    def _run(self, name: Hashable, jitted: Callable[[], Any], *arguments: Any) -> Any:
+    def _run(self, name: Hashable, make: Callable[[], Any], *arguments: Any) -> Any:
         """Call a program, which is compiled the first time that its name is met."""
         if name not in self._programs:
-            self._programs[name] = jitted().lower(*arguments).compile()
+            self._programs[name] = make().lower(*arguments).compile()
             self.compiles += 1
         return self._programs[name](*arguments)
 

@@ -91,7 +91,7 @@ class Rank:
     def _begin(self) -> None:
         self._budget = self._prefill_budget
         self.planned = Plan([], [], Copies([], []))
-        self._steady = False
+        self._steady, self._slots = False, self.planned.slots
 
     @property
     def room(self) -> int:
@@ -118,18 +118,17 @@ class Rank:
         # A call in which all that runs decodes is followed by one just like it, until something
         # ends, starts or is short of pages.
         decodes = len(self.planned.seqs) == len(self.running) and set(self.planned.counts) == {1}
-        self._steady = decodes and not self._prefixes
+        self._steady, self._slots = decodes and not self._prefixes, self.planned.slots
         return preempted
 
     def goes_on(self) -> bool:
-        """Whether the next call is sure to be like the last one, which is still under way: no
-        sequence of it reaches its limit there, and there are pages."""
+        """Whether a call can follow the last one before that one's results are known: it is steady,
+        has pages to follow it, and brings no sequence to its limit."""
         if not self.running:
             return not self.planned.seqs  # or what ran there has left room for others
         if not self._steady:
             return False
-        slots = self.planned.slots
-        ends = self.lanes.known[slots] + 1 >= self.lanes.limit[slots]
+        ends = self.lanes.known[self._slots] + 1 >= self.lanes.limit[self._slots]
         return not ends.any() and len(self._starting()) <= self.pages.free
 
     def fits(self, seq: Sequence) -> bool:
@@ -200,7 +199,7 @@ class Rank:
 
     def _starting(self) -> list[Sequence]:
         """Sequences of the last plan whose next token starts a page."""
-        cached = self.lanes.cached[self.planned.slots]
+        cached = self.lanes.cached[self._slots]
         return [self.planned.seqs[i] for i in np.flatnonzero(cached % self._chunk == 0).tolist()]
 
     def repeat(self) -> None:
@@ -301,9 +300,12 @@ class Scheduler:
         return [rank.planned for rank in self.ranks]
 
     def follow(self) -> list[Plan] | None:
-        """The call after one that is still under way, or None if its results may change it.
+        """A call like the one that is still under way, to come after it; None if not every rank
+        `goes_on`.
 
-        What waits found no room in the call under way, and finds none in one that is like it.
+        A sequence that ends in the call under way in another way than at its limit is in the next
+        one too, where what it draws means nothing. What waits found no room in the call under way,
+        and finds none in one that is like it.
         """
         if not all(rank.goes_on() for rank in self.ranks):
             return None
