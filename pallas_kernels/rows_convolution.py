@@ -109,8 +109,8 @@ _ROWS = 16  # rows of a block: they share one load of the weights and of the row
 _MANY = 2048  # rows from which on there are blocks enough
 # Rows of a step; those of the next one are on their way in the meantime. They are written out side
 # by side, and what jax takes to lay out a kernel's registers grows with the cube of its length.
-_STEP = 4
-_BACKWARD_STEP = 2
+_STEP = 2
+_BACKWARD_STEP = 1
 
 
 def _taps(w_gmem, span, width: int) -> list[jax.Array]:
