@@ -23,7 +23,7 @@ demo: $(READY)
 	$(PYTHON) experiments/dapo_qwen.py $(ARGS)
 
 test: $(READY) lint
-	$(PYTHON) -m pytest -q -n auto --maxprocesses 4 --dist loadfile $(ARGS)
+	$(PYTHON) -m pytest -q -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 lint: $(READY)
 	$(VENV)/bin/ruff check .

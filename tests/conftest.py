@@ -14,3 +14,16 @@ os.environ["XLA_FLAGS"] = (
 
 
 import isojax  # noqa: E402, F401
+
+# The files that take longest, longest first, so that none is left over when the others are done.
+LONG = (
+    "test_meshes", "test_loop", "test_invariance", "test_contract_selfcheck",
+    "test_contract_committed", "test_cli", "test_attention_kernels", "test_trainer", "test_golden",
+    "test_contract_build", "test_gated_delta_mosaic", "test_sampler_model", "test_matmul_kernels",
+    "test_row_ops_mosaic", "test_matrix_ops_mosaic", "test_contract_kernels",
+)  # fmt: skip
+
+
+def pytest_collection_modifyitems(items):
+    place = {name: at for at, name in enumerate(LONG)}
+    items.sort(key=lambda item: place.get(item.path.stem, len(LONG)))

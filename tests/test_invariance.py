@@ -145,7 +145,7 @@ def random_plan(lengths, random, decode=False):
             else (name, "bfloat16")
             for name in MODELS
         ),
-        ("qwen3_5_moe", "float32"),
+        pytest.param("qwen3_5_moe", "float32", marks=pytest.mark.slow),
     ],
 )
 def test_training_equals_prefill_pieces_and_decode(name, dtype):

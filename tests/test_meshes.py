@@ -59,10 +59,7 @@ LONG = {"batch_leaves": 2, "context_leaves": 4}
 STEPS = 5
 
 SLOW = pytest.mark.slow
-FAST_CASES = [
-    ("dense", "2x4+sequence"),
-    ("hybrid_moe", "2x2+context2+sequence"),
-]
+FAST_CASES = [("hybrid_moe", "2x2+context2+sequence")]
 MESHES = (
     "1x2 2x1 2x2 1x4 4x1 2x4 4x2 1x8 8x1 1x2+sequence 2x2+sequence 2x4+sequence 4x2+sequence "
     "1x8+sequence 1x1+context2 1x1+context4 2x1+context2 2x1+context4 1x2+context2 1x2+context4 "
