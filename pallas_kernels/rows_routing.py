@@ -41,21 +41,27 @@ def expert_rows(chosen: jax.Array, experts: int, block: int) -> ExpertRows:
 
     Returns:
       ExpertRows.
+
+    Raises:
+      ValueError: if slots times experts reaches 2^31.
     """
-    tokens, slots = chosen.shape
-    rows = expert_rows_capacity(chosen.size, experts, block)
+    (tokens, slots), size = chosen.shape, chosen.size
+    if (experts + 1) * size > jnp.iinfo(jnp.int32).max:
+        raise ValueError(f"{size} routed rows for {experts} experts are too many for one call")
+    rows = expert_rows_capacity(size, experts, block)
     here = (chosen >= 0) & (chosen < experts)
-    key = jnp.where(here, chosen, experts).reshape(-1)
-    order = jnp.argsort(key, stable=True)
-    counts = jnp.zeros(experts + 1, jnp.int32).at[key].add(1)
-    rank = jnp.arange(key.size, dtype=jnp.int32) - (jnp.cumsum(counts) - counts)[key[order]]
-    sizes = (counts[:experts] + block - 1) // block * block
+    # Expert and slot in one number: sorting numbers is a fraction of the work of sorting pairs.
+    key = jnp.where(here, chosen, experts).reshape(-1) * size + jnp.arange(size, dtype=jnp.int32)
+    ordered = jnp.sort(key)
+    bounds = jnp.arange(experts + 1, dtype=jnp.int32) * size
+    first = jnp.searchsorted(ordered, bounds, method="compare_all").astype(jnp.int32)
+    sizes = (jnp.diff(first) + block - 1) // block * block
     starts = jnp.cumsum(sizes, dtype=jnp.int32) - sizes
-    target = jnp.append(starts, rows)[key[order]] + rank
-    target = jnp.where(key[order] < experts, target, rows).astype(jnp.int32)
-    place = jnp.zeros(key.size, jnp.int32).at[order].set(target)
-    token = jnp.full(rows, tokens, jnp.int32)
-    token = token.at[target].set((order // slots).astype(jnp.int32), mode="drop")
+    expert, slot = ordered // size, ordered % size
+    target = jnp.append(starts - first[:-1], rows)[expert] + jnp.arange(size, dtype=jnp.int32)
+    target = jnp.where(expert < experts, target, rows)
+    place = jnp.zeros(size, jnp.int32).at[slot].set(target, unique_indices=True)
+    token = jnp.full(rows, tokens, jnp.int32).at[target].set(slot // slots, mode="drop")
     return ExpertRows(starts, sizes, place.reshape(tokens, slots), token)
 
 
@@ -64,6 +70,48 @@ def _slab(width: int) -> int:
     if size is None:
         raise ValueError(f"a row of {width} elements is not a multiple of 128")
     return size
+
+
+_TAKEN = 4  # rows that a block takes: as many loads are on their way at a time
+
+
+def take_rows(x: jax.Array, token: jax.Array, scale: jax.Array | None = None) -> jax.Array:
+    """Rows of tokens where their experts read them.
+
+    Args:
+      x: [T, H] bfloat16, H a multiple of 128.
+      token: [R] int32, the token of every row, zero rows where it is T; R a multiple of 4.
+      scale: [R] float32, by which a row is multiplied, in float32 and rounded once.
+
+    Returns:
+      [R, H] of x's dtype.
+
+    Raises:
+      ValueError: for other H or R.
+    """
+    slab = _slab(x.shape[1])
+    if token.size % _TAKEN:
+        raise ValueError(f"{token.size} rows are not a multiple of {_TAKEN}")
+
+    def body(x_gmem, token_gmem, *refs):
+        *scale_gmem, out = refs
+        span = pl.ds(lax.axis_index("slab") * slab, slab)
+        rows = [lax.axis_index("block") * _TAKEN + i for i in range(_TAKEN)]
+        tokens = [token_gmem[row] for row in rows]
+        values = [x_gmem[lax.min(token, x.shape[0] - 1), span] for token in tokens]
+        for row, token, value in zip(rows, tokens, values, strict=True):
+            if scale_gmem:
+                value = (value.astype(jnp.float32) * scale_gmem[0][row]).astype(x.dtype)
+            none = lax.broadcast(token, value.shape) == x.shape[0]
+            out[row, span] = jnp.where(none, jnp.zeros_like(value), value)
+
+    return plgpu.kernel(
+        body,
+        out_type=jax.ShapeDtypeStruct((token.size, x.shape[1]), x.dtype),
+        grid=(x.shape[1] // slab, token.size // _TAKEN),  # only the last axis may be long
+        grid_names=("slab", "block"),
+        kernel_name="take_rows",
+    )(x, token, *(() if scale is None else (scale,)))
 
 
 def combine_slots(y: jax.Array, place: jax.Array, weights: jax.Array | None = None) -> jax.Array:
@@ -99,8 +147,8 @@ def combine_slots(y: jax.Array, place: jax.Array, weights: jax.Array | None = No
     return plgpu.kernel(
         body,
         out_type=jax.ShapeDtypeStruct((tokens, y.shape[1]), jnp.bfloat16),
-        grid=(tokens, y.shape[1] // slab),
-        grid_names=("token", "slab"),
+        grid=(y.shape[1] // slab, tokens),
+        grid_names=("slab", "token"),
         kernel_name="combine_slots",
     )(y, place, *(() if weights is None else (weights,)))
 
@@ -129,7 +177,7 @@ def slot_dots(y: jax.Array, place: jax.Array, dout: jax.Array) -> jax.Array:
     return plgpu.kernel(
         body,
         out_type=jax.ShapeDtypeStruct((tokens, slots), jnp.float32),
-        grid=(tokens, slots),
-        grid_names=("token", "slot"),
+        grid=(slots, tokens),
+        grid_names=("slot", "token"),
         kernel_name="slot_dots",
     )(y, place, dout)

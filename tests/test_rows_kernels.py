@@ -27,7 +27,7 @@ from pallas_kernels.rows_norm import (
     rms_norm_backward,
 )
 from pallas_kernels.rows_rotary import rotary
-from pallas_kernels.rows_routing import combine_slots, slot_dots
+from pallas_kernels.rows_routing import combine_slots, slot_dots, take_rows
 from pallas_kernels.rows_softmax import (
     softmax,
     softmax_backward,
@@ -35,7 +35,18 @@ from pallas_kernels.rows_softmax import (
     softmax_chosen_backward,
 )
 from pallas_kernels.rows_token_sum import token_sum
-from tests.kernels import BF16, F32, I32, calls_mosaic, error, f64, interpreted, normal, vjp
+from tests.kernels import (
+    BF16,
+    F32,
+    I32,
+    calls_mosaic,
+    error,
+    f64,
+    interpreted,
+    normal,
+    same_bits,
+    vjp,
+)
 
 EPSILON = 1e-6
 ROWS, WIDTH = 6, 128  # not a whole number of blocks
@@ -233,6 +244,17 @@ def test_slots_combine_and_their_gradients_travel_back():
     assert error(dweights, (rows * d).sum(2)) < 1e-6
 
 
+def test_rows_are_taken_as_they_are_and_zero_where_there_is_no_token():
+    x = normal(0, 5, 128).at[4].set(jnp.nan).at[2, 0].set(-0.0)
+    token = jnp.asarray([2, 5, 0, 2, 5, 3, 1, 5], I32)
+    scale = normal(1, 8, dtype=F32)
+    rows = x.at[token].get(mode="fill", fill_value=0)
+    with interpreted():
+        plain, scaled = take_rows(x, token), take_rows(x, token, scale)
+    assert same_bits(plain, rows)
+    assert same_bits(scaled, jnp.where(token == 5, 0, rows.T.astype(F32) * scale).T.astype(BF16))
+
+
 def test_embedding_gradient_adds_repeated_tokens():
     tokens = np.array([3, 0, 3, 9, -1, 3, 0, 7])  # 9 and -1 are outside the table
     dout = normal(0, 8, 128)
@@ -277,6 +299,7 @@ WIDE, HEADS = ((T, H), BF16), ((T * 32, 128), BF16)
         ),
         (combine_slots, [((T * 8, H), BF16), ((T, 8), I32), ((T, 8), F32)]),
         (slot_dots, [((T * 8, H), BF16), ((T, 8), I32), WIDE]),
+        (take_rows, [WIDE, ((T * 8,), I32), ((T * 8,), F32)]),
         (functools.partial(embedding_gradient, size=248320, leaves=8), [((T,), I32), WIDE]),
     ],
 )

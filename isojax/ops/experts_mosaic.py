@@ -15,7 +15,13 @@ from pallas_kernels.grouped_matmul import (
     grouped_swiglu_backward,
 )
 from pallas_kernels.grouped_matmul_dw import grouped_matmul_dw
-from pallas_kernels.rows_routing import ExpertRows, combine_slots, expert_rows, slot_dots
+from pallas_kernels.rows_routing import (
+    ExpertRows,
+    combine_slots,
+    expert_rows,
+    slot_dots,
+    take_rows,
+)
 
 __all__ = ["backward", "combine", "forward", "slot_dots"]
 
@@ -31,17 +37,12 @@ class Kept(NamedTuple):
     products: jax.Array
 
 
-def _take(x: jax.Array, rows: ExpertRows) -> jax.Array:
-    """Rows of tokens x [tokens, ...] where their experts read them, zero where none is."""
-    return x.at[rows.token].get(mode="fill", fill_value=0)
-
-
 def forward(policy: Policy, keep: bool, x, local, gate, up, down):
     """As `experts_reference.forward`."""
     del policy
     rows = expert_rows(local, gate.shape[0], BLOCK if keep else ROW_ALIGNMENT)
     groups = rows.starts, rows.sizes
-    out = grouped_swiglu(_take(x, rows), gate, up, *groups, keep=keep)
+    out = grouped_swiglu(take_rows(x, rows.token), gate, up, *groups, keep=keep)
     hidden, kept = (out[0], Kept(rows, out[1])) if keep else (out, None)
     return grouped_matmul(hidden, down, *groups), rows.place.reshape(-1), kept
 
@@ -54,8 +55,8 @@ def backward(policy: Policy, kept: Kept, x, local, share, dout, gate, up, down):
     groups = rows.starts, rows.sizes
     at = jnp.zeros(rows.token.size, jnp.float32)
     at = at.at[rows.place.reshape(-1)].set(share.reshape(-1), mode="drop")
-    tokens = _take(x, rows)
-    dy = (_take(dout, rows).astype(jnp.float32) * at[:, None]).astype(x.dtype)
+    tokens = take_rows(x, rows.token)
+    dy = take_rows(dout, rows.token, at)
     dgate, dup, hidden = grouped_swiglu_backward(products, down, dy, *groups)
     dx = grouped_matmul((dgate, dup), (gate, up), *groups, transpose_w=True)
     pairs = (tokens, dgate), (tokens, dup), (hidden, dy)
