@@ -96,7 +96,7 @@ def grouped_swiglu(
     _check((x, x), (gate, up), False)
     n = gate.shape[2]
     if tile is None:
-        tile = grouped_swiglu_tile(x.shape[0], gate.shape[0])
+        tile = grouped_swiglu_tile(x.shape[0], gate.shape[0], keep)
 
     def epilogue(products, *_):
         g, u = products

@@ -86,15 +86,16 @@ def grouped_matmul_tile(rows: int, groups: int, k: int, inputs: int) -> MatmulTi
     return MatmulTile(**_choose(table.GROUPED_MATMUL, **sizes))
 
 
-def grouped_swiglu_tile(rows: int, groups: int) -> MatmulTile:
-    """The tile of `grouped_swiglu`, of one of its two products."""
-    return MatmulTile(**_choose(table.GROUPED_SWIGLU, rows_per_group=rows // groups))
+def grouped_swiglu_tile(rows: int, groups: int, keep: bool) -> MatmulTile:
+    """The tile of `grouped_swiglu`, of one of its two products; `keep`: they are results too."""
+    sizes = {"rows_per_group": rows // groups, "keep": int(keep)}
+    return MatmulTile(**_choose(table.GROUPED_SWIGLU, **sizes))
 
 
 def grouped_swiglu_backward_tile(rows: int, groups: int) -> MatmulTile:
     """The tile of `grouped_swiglu_backward`: the forward's, in which the products were kept. Its
     three results want more room on their way out."""
-    return dataclasses.replace(grouped_swiglu_tile(rows, groups), slots=4)
+    return dataclasses.replace(grouped_swiglu_tile(rows, groups, keep=True), slots=4)
 
 
 def grouped_dw_tile() -> MatmulTile:

@@ -39,16 +39,17 @@ GROUPED_MATMUL: list[Row] = [
     # At most 32 rows a group on average: a group's rows fit the 8-wide side.
     ({"rows_per_group": 32}, dict(rows=64, cols=32, stages=6, swap=True)),
     ({"k": 512, "inputs": 1}, dict(rows=128, cols=128, stages=6, turns=True)),
-    ({"k": 512}, dict(rows=128, cols=128, swap=True)),
+    ({"k": 512}, dict(rows=128, cols=192, stages=5, slots=1, swap=True, turns=True)),
     ({}, dict(rows=64, cols=256)),
 ]
 
 GROUPED_SWIGLU: list[Row] = [
     ({"rows_per_group": 32}, dict(rows=64, cols=32, stages=5, swap=True)),
+    ({"keep": 0}, dict(rows=64, cols=192, stages=4, slots=1, swap=True, turns=True)),
     ({}, dict(rows=64, cols=128, stages=6, swap=True, turns=True)),
 ]
 
-GROUPED_DW: list[Row] = [({}, dict(rows=64, cols=128, stages=6))]
+GROUPED_DW: list[Row] = [({}, dict(rows=128, cols=128, stages=6, turns=True))]
 
 LINEAR_LOGPROB: list[Row] = [({}, dict(rows=64, cols=256, minor=0, band=20))]
 
