@@ -53,10 +53,10 @@ def convolution(x: jax.Array, w: jax.Array, state: jax.Array, source: jax.Array)
       ValueError: if C is not a multiple of 128.
     """
     tokens, channels = x.shape
-    width, slab = w.shape[1], SLAB * thread_vectors(channels)
-    step = math.gcd(tokens, _STEP)
-    block_rows = _ROWS if tokens >= _MANY else step
-    plain = jnp.all(source >= 0, axis=1).astype(jnp.int32)
+    width, slab = w.shape[1], SLAB * thread_vectors(channels, _CHANNELS)
+    step, block_rows = (math.gcd(tokens, _STEP), _ROWS) if tokens >= _MANY else (1, 1)
+    # Of the rows of a step: whether all their taps are rows of x.
+    plain = jnp.all(source.reshape(-1, step * width) >= 0, axis=1).astype(jnp.int32)
 
     def body(x_gmem, w_gmem, state_gmem, source_gmem, plain_gmem, out_gmem):
         span = pl.ds(lax.axis_index("slab") * slab, slab)
@@ -64,35 +64,44 @@ def convolution(x: jax.Array, w: jax.Array, state: jax.Array, source: jax.Array)
         first = lax.axis_index("block") * block_rows
 
         def load(row):
-            here = lax.min(row, tokens - 1)
-            return x_gmem[here, span], plain_gmem[here]
+            here = lax.min(row, tokens - step)
+            x = x_gmem.at[pl.ds(here, step)]
+            return [x[k, span] for k in range(step)], plain_gmem[lax.div(here, jnp.int32(step))]
 
-        def tap(row, j, value):
+        def tap(row, j):
             source = source_gmem[row, j]
-            return lax.cond(
+            value = lax.cond(
                 source < NOWHERE,
-                lambda: state_gmem[lax.max(-2 - source, 0), span].astype(jnp.float32),
-                lambda: _if(source + 1, value),
+                lambda: state_gmem[lax.max(-2 - source, 0), span],
+                lambda: x_gmem[lax.max(source, 0), span],
             )
+            return _if(source + 1, value.astype(jnp.float32))
+
+        def finish(out, k, window):
+            z = _dot(window, taps)
+            out[k, span] = (z * sigmoid(z)).astype(out.dtype)
 
         def rows(i, carry):
-            loaded, inputs = carry
+            (loaded, plain), before = carry
             row = first + i * step
-            coming = tuple(load(row + step + k) for k in range(step))
-            for k, (x, plain) in enumerate(loaded):
-                inputs = [*inputs, x.astype(jnp.float32)][-width:]
-                window = lax.cond(
-                    plain > 0,
-                    lambda inputs=inputs: tuple(inputs),
-                    lambda inputs=inputs, k=k: tuple(
-                        tap(row + k, j, value) for j, value in enumerate(inputs)
-                    ),
-                )
-                z = _dot(window, taps)
-                out_gmem[row + k, span] = (z * sigmoid(z)).astype(x.dtype)
-            return coming, tuple(inputs[1 - width :])
+            coming = load(row + step)
+            inputs = [*before, *(x.astype(jnp.float32) for x in loaded)]
 
-        carry = tuple(load(first + k) for k in range(step)), _before(x_gmem, first, span, width)
+            def inside():
+                out = out_gmem.at[pl.ds(row, step)]
+                for k in range(step):
+                    finish(out, k, inputs[k : k + width])
+
+            def border():
+                def one(row, _):
+                    finish(out_gmem, row, [tap(row, j) for j in range(width)])
+
+                lax.fori_loop(row, row + step, one, None)
+
+            lax.cond(plain > 0, inside, border)
+            return coming, tuple(inputs[step:])
+
+        carry = load(first), _before(x_gmem, first, span, width)
         count = lax.min(tokens - first, block_rows)
         lax.fori_loop(0, lax.div(count, jnp.int32(step)), rows, carry)
 
@@ -102,15 +111,19 @@ def convolution(x: jax.Array, w: jax.Array, state: jax.Array, source: jax.Array)
         grid=(pl.cdiv(tokens, block_rows), channels // slab),
         grid_names=("block", "slab"),
         kernel_name="convolution",
+        compiler_params=_PARAMS,
     )(x, w.T, state, source, plain)
 
 
-_ROWS = 16  # rows of a block: they share one load of the weights and of the rows before them
-_MANY = 2048  # rows from which on there are blocks enough
-# Rows of a step; those of the next one are on their way in the meantime. They are written out side
-# by side, and what jax takes to lay out a kernel's registers grows with the cube of its length.
-_STEP = 2
-_BACKWARD_STEP = 1
+# No element that a kernel here writes is read in it: nothing waits for its stores.
+_PARAMS = plgpu.CompilerParams(unsafe_no_auto_barriers=True)
+_MANY = 2048  # rows from which on there are blocks enough for several rows each
+_ROWS = 16  # then; they share one load of the weights and of the rows before them
+# Rows of a step: written out side by side, so that what rows share need not move from register to
+# register at each of them. The next step's are on their way in the meantime. Channels of a thread:
+# registers bound how many blocks there can be.
+_STEP, _CHANNELS = 2, 4
+_BACKWARD_STEP, _BACKWARD_CHANNELS = 4, 2
 
 
 def _taps(w_gmem, span, width: int) -> list[jax.Array]:
@@ -133,14 +146,9 @@ def _if(condition, value):
     return jnp.where(none, jnp.zeros_like(value), value)
 
 
-def _where_bits(bits, values, at: int):
-    """values[j], or zero if bit `at + j` is not set; a branch, since hardly a row lacks any."""
-    every = (1 << len(values)) - 1 << at
-    return lax.cond(
-        bits & every == every,
-        lambda: tuple(values),
-        lambda: tuple(_if(bits & (1 << at + j), value) for j, value in enumerate(values)),
-    )
+def _where_bits(bits, values, at: int) -> list[jax.Array]:
+    """values[j], or zero if bit `at + j` is not set."""
+    return [_if(bits & (1 << at + j), value) for j, value in enumerate(values)]
 
 
 def convolution_backward(
@@ -167,78 +175,100 @@ def convolution_backward(
       ValueError: if C is not a multiple of 128, or for leaves that do not divide T.
     """
     tokens, channels = x.shape
-    width, slab = w.shape[1], SLAB * thread_vectors(channels)
+    width, slab = w.shape[1], SLAB * thread_vectors(channels, _BACKWARD_CHANNELS)
     check_leaves(tokens, leaves)
     length = tokens // leaves
     blocks = pl.cdiv(length, BLOCK)
     step = math.gcd(length, _BACKWARD_STEP)
+    back = width - 1
     # Bits: which taps of the row read anything (the newest twice), and as which taps it is read.
-    places = jnp.concatenate([source, source[:, -1:], follower], axis=1)
+    places = jnp.concatenate([source, source[:, -1:], follower], axis=1) != NOWHERE
     bits = 1 << jnp.arange(places.shape[1], dtype=jnp.int32)
-    present = jnp.sum(jnp.where(places != NOWHERE, bits, 0), axis=1, dtype=jnp.int32)
+    present = jnp.sum(jnp.where(places, bits, 0), axis=1, dtype=jnp.int32)
+    # Of a step: whether its rows miss no tap, and the rows `back` before them, whose gradient it
+    # finishes, no follower.
+    whole = jnp.all(places[:, :width], axis=1)
+    read = jnp.pad(jnp.all(places[:, width + 1 :], axis=1), (back, 0))[:tokens]
+    steady = jnp.all((whole & read).reshape(-1, step), axis=1).astype(jnp.int32)
 
-    def body(x_gmem, w_gmem, present_gmem, dy_gmem, dx_gmem, dw_gmem):
+    def body(x_gmem, w_gmem, present_gmem, steady_gmem, dy_gmem, dx_gmem, dw_gmem):
         leaf, block = lax.axis_index("leaf"), lax.axis_index("block")
         span = pl.ds(lax.axis_index("slab") * slab, slab)
         taps = _taps(w_gmem, span, width)
         first = leaf * length + block * BLOCK
-        count = lax.min(length - block * BLOCK, BLOCK)
+        after = first + lax.min(length - block * BLOCK, BLOCK)
 
         def load(row):
-            here = lax.min(row, tokens - 1)
-            return x_gmem[here, span], dy_gmem[here, span], present_gmem[here]
+            here = lax.min(row, tokens - step)
+            x, dy = (ref.at[pl.ds(here, step)] for ref in (x_gmem, dy_gmem))
+            pairs = [(x[k, span], dy[k, span]) for k in range(step)]
+            return pairs, steady_gmem[lax.div(here, jnp.int32(step))]
 
-        def slopes(loaded, before):
-            """Of rows: windows, slopes, who follows them, the inputs before the row after them."""
-            inputs, windows, ds = [*before], [], []
-            for x, dy, bits in loaded:
-                inputs.append(x.astype(jnp.float32))
-                # Without its newest tap, the row itself, a row is none, and its dy is not read.
-                *window, dy = _where_bits(bits, [*inputs[-width:], dy.astype(jnp.float32)], at=0)
-                z = _dot(window, taps)
-                d = dy * _silu_slope(z, sigmoid(z))
-                windows.append(window)
-                ds.append(d)
-            return windows, ds, tuple(inputs[1 - width :])
+        def slope(window, dy):
+            z = _dot(window, taps)
+            return dy * _silu_slope(z, sigmoid(z))
 
-        def store(row, bits, ds):
-            """dx of `row`, from the slopes of the `width` rows that begin with it."""
+        def add(sums, d, window):
+            return tuple(total + d * value for total, value in zip(sums, window, strict=True))
 
-            @pl.when(row >= first)
-            def _():
-                later = _where_bits(bits, [*reversed(ds)], at=width + 1)
-                dx_gmem[row, span] = _dot(later, taps).astype(x.dtype)
+        def finish(dx, k, ds):
+            """Row k of `dx`, from the slopes of the `width` rows that begin with it."""
+            dx[k, span] = _dot([*reversed(ds)], taps).astype(dx.dtype)
 
         def rows(i, carry):
-            loaded, before, ahead, ahead_bits, sums = carry
+            (loaded, steady), before, ahead, sums = carry
             row = first + i * step
-            coming = tuple(load(row + step + k) for k in range(step))
-            windows, ds, before = slopes(loaded, before)
-            for d, window in zip(ds, windows, strict=True):
-                sums = tuple(total + d * value for total, value in zip(sums, window, strict=True))
-            ds = [*ahead, *ds]
-            bits = [*ahead_bits, *(bits for *_, bits in loaded)]
-            for k in range(step):
-                store(row - (width - 1) + k, bits[k], ds[k : k + width])
-            return coming, before, tuple(ds[step:]), tuple(bits[step:]), sums
+            coming = load(row + step)
+            inputs = [*before, *(x.astype(jnp.float32) for x, _ in loaded)]
+            dys = [dy.astype(jnp.float32) for _, dy in loaded]
+
+            def inside():
+                ds, total = [*ahead], sums
+                dx = dx_gmem.at[pl.ds(row - back, step)]
+                for k, dy in enumerate(dys):
+                    window = inputs[k : k + width]
+                    ds.append(slope(window, dy))
+                    total = add(total, ds[-1], window)
+                    finish(dx, k, ds[k:])
+                return tuple(ds[step:]), total
+
+            def border():
+                def one(here, carry):
+                    before, ahead, sums = carry
+                    own = lax.min(here, tokens - 1)
+                    inputs = [*before, x_gmem[own, span].astype(jnp.float32)]
+                    # Without its newest tap, the row itself, a row is none: its dy is not read.
+                    values = [*inputs, dy_gmem[own, span].astype(jnp.float32)]
+                    *window, dy = _where_bits(present_gmem[own], values, at=0)
+                    ds = [*ahead, slope(window, dy)]
+                    sums = lax.cond(here < after, lambda: add(sums, ds[-1], window), lambda: sums)
+                    there = here - back
+
+                    @pl.when((there >= first) & (there < after))
+                    def _():
+                        later = _where_bits(present_gmem[there], [*reversed(ds)], at=width + 1)
+                        finish(dx_gmem, there, [*reversed(later)])
+
+                    return tuple(inputs[1:]), tuple(ds[1:]), sums
+
+                carry = before, ahead, sums
+                return lax.fori_loop(row, row + step, one, carry)[1:]
+
+            within = (row - back >= first) & (row + step <= after)
+            ahead, sums = lax.cond(within & (steady > 0), inside, border)
+            return coming, tuple(inputs[step:]), ahead, sums
 
         zero = jnp.zeros((slab,), jnp.float32)
         carry = (
-            tuple(load(first + k) for k in range(step)),
+            load(first),
             _before(x_gmem, first, span, width),
-            (zero,) * (width - 1),
-            (jnp.int32(0),) * (width - 1),
+            (zero,) * back,
             (zero,) * width,
         )
-        carry = lax.fori_loop(0, lax.div(count, jnp.int32(step)), rows, carry)
-        _, before, ahead, ahead_bits, sums = carry
+        steps = lax.div(after - first + back + step - 1, jnp.int32(step))
+        *_, sums = lax.fori_loop(0, steps, rows, carry)
         for j, total in enumerate(sums):
             dw_gmem[leaf * blocks + block, j, span] = total
-        after = first + count
-        _, ds, _ = slopes([load(after + k) for k in range(width - 1)], before)
-        ds = [*ahead, *ds]
-        for k in range(width - 1):
-            store(after - (width - 1) + k, ahead_bits[k], ds[k : k + width])
 
     dx, partial = plgpu.kernel(
         body,
@@ -249,6 +279,7 @@ def convolution_backward(
         grid=(leaves, blocks, channels // slab),
         grid_names=("leaf", "block", "slab"),
         kernel_name="convolution_backward",
-    )(x, w.T, present, dy)
+        compiler_params=_PARAMS,
+    )(x, w.T, present, steady, dy)
     dw = join_blocks(partial.reshape(leaves * blocks, width * channels), leaves)
     return dx, dw.reshape(leaves, width, channels)

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels import rows_convolution
 from pallas_kernels.rows_convolution import convolution, convolution_backward
 from pallas_kernels.rows_elementwise import (
     add,
@@ -155,6 +156,24 @@ def test_backward(name):
         assert error(make(result), gradient) < 3e-3
 
 
+def test_sigmoid_and_silu_to_float32():
+    x = jnp.asarray(np.linspace(-80, 80, 1 << 14), F32)
+    one = jnp.ones_like(x)
+    with interpreted():
+        results = sigmoid_gate(one, x), swiglu(x, one)
+    expected = 1 / (1 + np.exp(-f64(x)))
+    for result, value in zip(results, (expected, f64(x) * expected), strict=True):
+        assert np.abs(f64(result) / value - 1).max() < 4e-7
+
+
+def test_sigmoid_at_its_limits():
+    x = jnp.asarray([-jnp.inf, -100, 100, jnp.inf, jnp.nan, jnp.nan, 89, 1000] * 4, F32)
+    with interpreted():
+        out = np.asarray(sigmoid_gate(jnp.ones_like(x), x))[:8]
+    assert 0 <= out[1] < 1e-37
+    assert np.array_equal(out, [0, out[1], 1, 1, np.nan, np.nan, 1, 1], equal_nan=True)
+
+
 def test_rows_wider_than_a_warp():
     x, w = normal(0, 2, 4096), normal(1, 4096)
     with interpreted():
@@ -199,6 +218,21 @@ def test_convolution_reads_rows_state_and_nothing():
     windows = [[zero, ss[4], ss[5], xs[0]], [ss[4], ss[5], xs[0], xs[1]], [zero] * 3 + [xs[2]]]
     z = (np.asarray(windows) * f64(w).T).sum(1)
     assert error(out, z / (1 + np.exp(-z))) < 3e-3
+
+
+def test_steps_and_blocks_of_the_convolution_move_no_bit(monkeypatch):
+    """Two whole blocks of 16 rows and a part; of two sequences one goes on from the state."""
+    x, w, state = normal(0, 36, 128), normal(1, 128, 4), normal(2, 6, 128)
+    position = np.concatenate([np.arange(2, 12), np.arange(26)])  # the first has two cached inputs
+    source = np.arange(36)[:, None] - np.arange(3, -1, -1)
+    source = np.where(position[:, None] < np.arange(3, -1, -1), -1, source)
+    source[0, 1:3], source[1, 0:2], source[2, 0] = (-6, -7), (-6, -7), -7
+    arguments = x, w, state, jnp.asarray(source, I32)
+    with interpreted():
+        alone = convolution(*arguments)
+        monkeypatch.setattr(rows_convolution, "_MANY", 1)
+        together = convolution(*arguments)
+    assert same_bits(alone, together)
 
 
 def test_convolution_backward():
