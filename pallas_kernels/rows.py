@@ -17,6 +17,9 @@ from jax.experimental.mosaic.gpu import fragmented_array
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 LANES, WARPS = 32, 4
+LOG2_E = 1.4426950408889634
+# For kernels that read no element they write: threads need not wait for each other's stores.
+NO_BARRIERS = plgpu.CompilerParams(unsafe_no_auto_barriers=True)
 
 
 def row_layout(width: int, warps: int = 1) -> plgpu.Layout:
@@ -109,6 +112,7 @@ def row_kernel(
         grid=(pl.cdiv(padded, block),),
         grid_names=("block",),
         kernel_name=name,
+        compiler_params=NO_BARRIERS,
     )(*rows, *shared)
     return [x if x.shape[0] == count else x[:count] for x in results]
 
@@ -151,9 +155,10 @@ def along(x: jax.Array, like: jax.Array) -> jax.Array:
 def sigmoid(x: jax.Array) -> jax.Array:
     """1 / (1 + exp(-x)), the one way in which these kernels evaluate it.
 
-    1 / y is rsqrt(y)^2, fewer instructions: 0 for an infinite y, and within 4e-7 of the sigmoid.
+    With half the instructions of an exponential and a quotient: exp(-x) as 2^(-x log2 e), 1 / y as
+    rsqrt(y)^2, which is 0 for an infinite y. Relative error 7e-7 up to abs(x) = 8, 4e-6 up to 80.
     """
-    root = lax.rsqrt(1.0 + jnp.exp(-x))
+    root = lax.rsqrt(1.0 + jnp.exp2(x * -LOG2_E))
     return root * root
 
 

@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.matmul_core import check_leaves
-from pallas_kernels.rows import sigmoid, thread_vectors
+from pallas_kernels.rows import NO_BARRIERS, sigmoid, thread_vectors
 from pallas_kernels.rows_token_sum import BLOCK, SLAB, join_blocks
 
 NOWHERE = -1  # no input: zero
@@ -111,19 +111,17 @@ def convolution(x: jax.Array, w: jax.Array, state: jax.Array, source: jax.Array)
         grid=(pl.cdiv(tokens, block_rows), channels // slab),
         grid_names=("block", "slab"),
         kernel_name="convolution",
-        compiler_params=_PARAMS,
+        compiler_params=NO_BARRIERS,
     )(x, w.T, state, source, plain)
 
 
-# No element that a kernel here writes is read in it: nothing waits for its stores.
-_PARAMS = plgpu.CompilerParams(unsafe_no_auto_barriers=True)
 _MANY = 2048  # rows from which on there are blocks enough for several rows each
-_ROWS = 16  # then; they share one load of the weights and of the rows before them
+_ROWS = 32  # then; they share one load of the weights and of the rows before them
 # Rows of a step: written out side by side, so that what rows share need not move from register to
 # register at each of them. The next step's are on their way in the meantime. Channels of a thread:
 # registers bound how many blocks there can be.
-_STEP, _CHANNELS = 2, 4
-_BACKWARD_STEP, _BACKWARD_CHANNELS = 4, 2
+_STEP, _CHANNELS = 8, 4
+_BACKWARD_STEP, _BACKWARD_CHANNELS = 4, 4
 
 
 def _taps(w_gmem, span, width: int) -> list[jax.Array]:
@@ -149,6 +147,63 @@ def _if(condition, value):
 def _where_bits(bits, values, at: int) -> list[jax.Array]:
     """values[j], or zero if bit `at + j` is not set."""
     return [_if(bits & (1 << at + j), value) for j, value in enumerate(values)]
+
+
+def convolution_step(
+    x: jax.Array, w: jax.Array, state, layer: jax.Array, slot: jax.Array, known: jax.Array
+) -> jax.Array:
+    """The convolution of rows that are a sequence's one new token each, and the next state.
+
+    The bits are those of `convolution`: products of two bfloat16 are exact, and the sums are its.
+
+    Args:
+      x: [T, C] bfloat16, C a multiple of 128.
+      w: [C, width] bfloat16.
+      state: reference [L, slots, width - 1, C] of x's dtype: the last inputs of the sequence in a
+        slot, oldest first. They move on by one; zeros stand for those before the sequence.
+      layer: [1] int32, the entry of `state`.
+      slot: [T] int32, the slot of the row's sequence, another one for every row that has one.
+      known: [T] int32, how many of the cached inputs are the sequence's; negative for a row that
+        is no token: its result is 0 and its slot stays as it is.
+
+    Returns:
+      [T, C] of x's dtype.
+
+    Raises:
+      ValueError: if C is not a multiple of 128.
+    """
+    tokens, channels = x.shape
+    width, slab = w.shape[1], SLAB * thread_vectors(channels, _CHANNELS)
+
+    def body(x_gmem, w_gmem, layer_gmem, slot_gmem, known_gmem, state_gmem, out_gmem):
+        row, span = lax.axis_index("row"), pl.ds(lax.axis_index("slab") * slab, slab)
+        known = known_gmem[row]
+
+        @pl.when(known < 0)
+        def _nothing():
+            out_gmem[row, span] = jnp.zeros((slab,), x.dtype)
+
+        @pl.when(known >= 0)
+        def _step():
+            held = state_gmem.at[layer_gmem[0], slot_gmem[row]]
+            window = [
+                _if((known >= width - 1 - j).astype(jnp.int32), held[j, span])
+                for j in range(width - 1)
+            ]
+            window.append(x_gmem[row, span])
+            z = _dot([value.astype(jnp.float32) for value in window], _taps(w_gmem, span, width))
+            out_gmem[row, span] = (z * sigmoid(z)).astype(x.dtype)
+            for j, value in enumerate(window[1:]):
+                held[j, span] = value
+
+    return plgpu.kernel(
+        body,
+        out_type=jax.ShapeDtypeStruct((tokens, channels), x.dtype),
+        grid=(channels // slab, tokens),
+        grid_names=("slab", "row"),
+        kernel_name="convolution_step",
+        compiler_params=NO_BARRIERS,
+    )(x, w.T, layer, slot, known, state)
 
 
 def convolution_backward(
@@ -212,8 +267,15 @@ def convolution_backward(
             return tuple(total + d * value for total, value in zip(sums, window, strict=True))
 
         def finish(dx, k, ds):
-            """Row k of `dx`, from the slopes of the `width` rows that begin with it."""
-            dx[k, span] = _dot([*reversed(ds)], taps).astype(dx.dtype)
+            """Row k of `dx`, from the slopes of the `width` rows that begin with it.
+
+            One product joins the sum at a time. A compiler fuses a product with the addition behind
+            it; of two rounded products it would choose one, here so and there otherwise.
+            """
+            total = jnp.zeros((slab,), jnp.float32)
+            for d, tap in zip(reversed(ds), taps, strict=True):
+                total = total + d * tap
+            dx[k, span] = total.astype(dx.dtype)
 
         def rows(i, carry):
             (loaded, steady), before, ahead, sums = carry
@@ -279,7 +341,7 @@ def convolution_backward(
         grid=(leaves, blocks, channels // slab),
         grid_names=("leaf", "block", "slab"),
         kernel_name="convolution_backward",
-        compiler_params=_PARAMS,
+        compiler_params=NO_BARRIERS,
     )(x, w.T, present, steady, dy)
     dw = join_blocks(partial.reshape(leaves * blocks, width * channels), leaves)
     return dx, dw.reshape(leaves, width, channels)

@@ -50,7 +50,7 @@ def rms_norm_backward(
         return dx, dy * n
 
     outs = [(x.shape[1], x.dtype), (x.shape[1], jnp.float32)]
-    dx, terms = row_kernel(function, (x, dy), (w,), outs, "rms_norm_backward", elements=32)
+    dx, terms = row_kernel(function, (x, dy), (w,), outs, "rms_norm_backward", elements=16)
     return dx, terms
 
 
@@ -63,7 +63,7 @@ def gated_rms_norm(x: jax.Array, gate: jax.Array, w: jax.Array, *, epsilon: floa
         return (y * (z * sigmoid(z)),)
 
     outs = [(x.shape[1], x.dtype)]
-    (out,) = row_kernel(function, (x, gate), (w,), outs, "gated_rms_norm", elements=32)
+    (out,) = row_kernel(function, (x, gate), (w,), outs, "gated_rms_norm", elements=16)
     return out
 
 
@@ -81,7 +81,7 @@ def gated_rms_norm_backward(
 
     outs = [(x.shape[1], x.dtype), (x.shape[1], gate.dtype), (x.shape[1], jnp.float32)]
     name = "gated_rms_norm_backward"
-    return tuple(row_kernel(function, (x, gate, dy), (w,), outs, name, elements=16))
+    return tuple(row_kernel(function, (x, gate, dy), (w,), outs, name, elements=8))
 
 
 def _inverse_norm(x, epsilon):

@@ -104,10 +104,10 @@ def test_convolution_in_portions():
     tokens, taps = normal(0, 9, 128), (normal(1, 64, 4), normal(2, 64, 4))
     other = normal(3, 4, 128)
 
-    def feed(policy, state, portions, rows):
+    def feed(policy, state, portions, rows, piece_rows=64):
         batch = build(
             [Segment([0] * len(x), first, [], slot) for x, first, slot in portions],
-            Bucket(rows, 2, 3, 1, 64),
+            Bucket(rows, 2, 3, 1, piece_rows),
             64,
         )
         x = jnp.concatenate([x for x, _, _ in portions])
@@ -121,7 +121,7 @@ def test_convolution_in_portions():
         state = jnp.full((2, 3, 3, 128), jnp.nan, BF16)
         with interpreted():
             both, state = feed(policy, state, [(other, 0, 2), (tokens[:2], 0, 0)], 8)
-            one, state = feed(policy, state, [(tokens[2:3], 2, 0)], 2)
+            one, state = feed(policy, state, [(tokens[2:3], 2, 0)], 3, piece_rows=1)
             rest, state = feed(policy, state, [(tokens[3:], 3, 0), (other, 0, 1)], 12)
             whole, _ = feed(policy, state, [(tokens, 0, 1)], 9)
         assert_same_bits(jnp.concatenate([both[4:], one, rest[:6]]), whole)

@@ -111,6 +111,17 @@ def _convolution(policy, layout, x, ws, state, batch):
     return out, _next_state(x, state, batch, width)
 
 
+def _step(x, taps, state, layer, batch):
+    """One new token a sequence: the state is read and moved on where it lies."""
+    sequences, width = batch.slot.shape[0], taps.shape[1]
+    seq = jnp.minimum(batch.seq, sequences - 1)
+    known = jnp.where(batch.seq < sequences, jnp.minimum(batch.positions, width - 1), -1)
+    held = jax.new_ref(state)
+    at = jnp.reshape(layer, (1,)).astype(jnp.int32)
+    out = kernels.convolution_step(x, taps, held, at, batch.slot[seq], known)
+    return out, jax.freeze(held)
+
+
 def _convolution_forward(policy, layout, x, ws, state, batch):
     return _convolution(policy, layout, x, ws, state, batch), (x, ws, batch)
 
@@ -166,5 +177,7 @@ def causal_convolution(
     Raises:
       ValueError: for channels that the kernels do not take.
     """
+    if policy.evaluation == "mosaic" and batch.piece_rows == 1:
+        return _step(x, _own_taps(ws, layout), state, layer, batch)
     out, new = _convolution(policy, layout, x, ws, state[layer], batch)
     return out, state.at[layer].set(new)
