@@ -193,7 +193,7 @@ def row_tiles(
     tiles = (sizes + height - 1) // height
     last = jnp.cumsum(tiles, dtype=jnp.int32)
     index = jnp.arange(rows // height + min(groups, rows), dtype=jnp.int32)
-    group = jnp.searchsorted(last, index, side="right", method="compare_all").astype(jnp.int32)
+    group = jnp.sum(last <= index[:, None], axis=1, dtype=jnp.int32)
     group = jnp.minimum(group, groups - 1)
     before = (index - (last - tiles)[group]) * height
     count = jnp.clip(sizes[group] - before, 0, height)

@@ -69,6 +69,8 @@ def matmul(
             )
         core.check_leaves(k, leaves)
         contractions.append(k)
+    if n == 1 and not transpose_b:  # a column lies in memory as a row does, and needs no padding
+        rhs, transpose_b = tuple(y.reshape(1, -1) for y in rhs), True
     if tile is None:
         # Few rows of a transposed operand are too narrow for a swizzled line.
         tile = matmul_tile(max(m, 128) if transpose_a else m, n, sum(contractions), leaves)

@@ -6,6 +6,8 @@ Where a tap's input lies is given as integers: its row of `x`, a row of the cach
 (before the sequence: zero). Arithmetic is float32 with one rounding of a result.
 """
 
+import functools
+import itertools
 import math
 from collections.abc import Sequence
 
@@ -35,16 +37,23 @@ def _silu_slope(z, s):
     return s * (1.0 + z * (1.0 - s))
 
 
-def convolution(x: jax.Array, w: jax.Array, state: jax.Array, source: jax.Array) -> jax.Array:
+def convolution(
+    x: jax.Array,
+    w: jax.Array,
+    state: jax.Array,
+    source: jax.Array,
+    first: jax.typing.ArrayLike = 0,
+) -> jax.Array:
     """The convolution of every row.
 
     Args:
       x: [T, C], C a multiple of 128.
       w: [C, width].
-      state: [S, C] of x's dtype, rows of cached inputs.
+      state: [S, all channels] of x's dtype, rows of cached inputs.
       source: [T, width] int32, oldest tap first: where tap j of row t lies. It is row
         t - width + 1 + j of x if that is what stands here; NOWHERE is zero, and i < NOWHERE is row
         -2 - i of `state`.
+      first: int32, the channel of `state` that is x's first, a multiple of 128.
 
     Returns:
       [T, C] of x's dtype.
@@ -58,10 +67,11 @@ def convolution(x: jax.Array, w: jax.Array, state: jax.Array, source: jax.Array)
     # Of the rows of a step: whether all their taps are rows of x.
     plain = jnp.all(source.reshape(-1, step * width) >= 0, axis=1).astype(jnp.int32)
 
-    def body(x_gmem, w_gmem, state_gmem, source_gmem, plain_gmem, out_gmem):
+    def body(x_gmem, w_gmem, state_gmem, source_gmem, plain_gmem, first_gmem, out_gmem):
         span = pl.ds(lax.axis_index("slab") * slab, slab)
         taps = _taps(w_gmem, span, width)
         first = lax.axis_index("block") * block_rows
+        cached = pl.ds(pl.multiple_of(first_gmem[0], SLAB) + span.start, slab)
 
         def load(row):
             here = lax.min(row, tokens - step)
@@ -72,7 +82,7 @@ def convolution(x: jax.Array, w: jax.Array, state: jax.Array, source: jax.Array)
             source = source_gmem[row, j]
             value = lax.cond(
                 source < NOWHERE,
-                lambda: state_gmem[lax.max(-2 - source, 0), span],
+                lambda: state_gmem[lax.max(-2 - source, 0), cached],
                 lambda: x_gmem[lax.max(source, 0), span],
             )
             return _if(source + 1, value.astype(jnp.float32))
@@ -112,7 +122,7 @@ def convolution(x: jax.Array, w: jax.Array, state: jax.Array, source: jax.Array)
         grid_names=("block", "slab"),
         kernel_name="convolution",
         compiler_params=NO_BARRIERS,
-    )(x, w.T, state, source, plain)
+    )(x, w.T, state, source, plain, jnp.reshape(first, (1,)).astype(jnp.int32))
 
 
 _MANY = 2048  # rows from which on there are blocks enough for several rows each
@@ -150,60 +160,78 @@ def _where_bits(bits, values, at: int) -> list[jax.Array]:
 
 
 def convolution_step(
-    x: jax.Array, w: jax.Array, state, layer: jax.Array, slot: jax.Array, known: jax.Array
-) -> jax.Array:
+    xs: Sequence[jax.Array],
+    w: jax.Array,
+    state,
+    layer: jax.Array,
+    slot: jax.Array,
+    known: jax.Array,
+) -> list[jax.Array]:
     """The convolution of rows that are a sequence's one new token each, and the next state.
 
     The bits are those of `convolution`: products of two bfloat16 are exact, and the sums are its.
 
     Args:
-      x: [T, C] bfloat16, C a multiple of 128.
-      w: [C, width] bfloat16.
-      state: reference [L, slots, width - 1, C] of x's dtype: the last inputs of the sequence in a
-        slot, oldest first. They move on by one; zeros stand for those before the sequence.
+      xs: [T, C_i] bfloat16, groups of channels, C_i multiples of 128.
+      w: [C, width] bfloat16, C the sum of C_i.
+      state: reference [L, slots, width - 1, C] of their dtype: the last inputs of the
+        sequence in a slot, oldest first. They move on by one; zeros stand for those before the
+        sequence.
       layer: [1] int32, the entry of `state`.
       slot: [T] int32, the slot of the row's sequence, another one for every row that has one.
       known: [T] int32, how many of the cached inputs are the sequence's; negative for a row that
         is no token: its result is 0 and its slot stays as it is.
 
     Returns:
-      [T, C] of x's dtype.
+      [T, C_i] of their dtype.
 
     Raises:
-      ValueError: if C is not a multiple of 128.
+      ValueError: if a C_i is not a multiple of 128.
     """
-    tokens, channels = x.shape
-    width, slab = w.shape[1], SLAB * thread_vectors(channels, _CHANNELS)
+    tokens, width = xs[0].shape[0], w.shape[1]
+    slab = SLAB * min(thread_vectors(x.shape[1], _CHANNELS) for x in xs)
+    bounds = [0, *itertools.accumulate(x.shape[1] // slab for x in xs)]
 
-    def body(x_gmem, w_gmem, layer_gmem, slot_gmem, known_gmem, state_gmem, out_gmem):
-        row, span = lax.axis_index("row"), pl.ds(lax.axis_index("slab") * slab, slab)
+    def body(*refs):
+        x_gmem, refs = refs[: len(xs)], refs[len(xs) :]
+        w_gmem, layer_gmem, slot_gmem, known_gmem, state_gmem, *out_gmem = refs
+        row, index = lax.axis_index("row"), lax.axis_index("slab")
+        own = pl.ds(index * slab, slab)
         known = known_gmem[row]
+        held = state_gmem.at[layer_gmem[0], slot_gmem[row]]
 
-        @pl.when(known < 0)
-        def _nothing():
-            out_gmem[row, span] = jnp.zeros((slab,), x.dtype)
+        def compute(x, out, span):
+            @pl.when(known < 0)
+            def _nothing():
+                out[row, span] = jnp.zeros((slab,), out.dtype)
 
-        @pl.when(known >= 0)
-        def _step():
-            held = state_gmem.at[layer_gmem[0], slot_gmem[row]]
-            window = [
-                _if((known >= width - 1 - j).astype(jnp.int32), held[j, span])
-                for j in range(width - 1)
-            ]
-            window.append(x_gmem[row, span])
-            z = _dot([value.astype(jnp.float32) for value in window], _taps(w_gmem, span, width))
-            out_gmem[row, span] = (z * sigmoid(z)).astype(x.dtype)
-            for j, value in enumerate(window[1:]):
-                held[j, span] = value
+            @pl.when(known >= 0)
+            def _step():
+                window = [
+                    _if((known >= width - 1 - j).astype(jnp.int32), held[j, own])
+                    for j in range(width - 1)
+                ]
+                window.append(x[row, span])
+                values = [value.astype(jnp.float32) for value in window]
+                z = _dot(values, _taps(w_gmem, own, width))
+                out[row, span] = (z * sigmoid(z)).astype(out.dtype)
+                for j, value in enumerate(window[1:]):
+                    held[j, own] = value
+
+        for x, out, (first, after) in zip(
+            x_gmem, out_gmem, itertools.pairwise(bounds), strict=True
+        ):
+            span = pl.ds((index - first) * slab, slab)
+            pl.when((index >= first) & (index < after))(functools.partial(compute, x, out, span))
 
     return plgpu.kernel(
         body,
-        out_type=jax.ShapeDtypeStruct((tokens, channels), x.dtype),
-        grid=(channels // slab, tokens),
+        out_type=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in xs],
+        grid=(bounds[-1], tokens),
         grid_names=("slab", "row"),
         kernel_name="convolution_step",
         compiler_params=NO_BARRIERS,
-    )(x, w.T, layer, slot, known, state)
+    )(*xs, w.T, layer, slot, known, state)
 
 
 def convolution_backward(

@@ -54,7 +54,7 @@ def expert_rows(chosen: jax.Array, experts: int, block: int) -> ExpertRows:
     key = jnp.where(here, chosen, experts).reshape(-1) * size + jnp.arange(size, dtype=jnp.int32)
     ordered = jnp.sort(key)
     bounds = jnp.arange(experts + 1, dtype=jnp.int32) * size
-    first = jnp.searchsorted(ordered, bounds, method="compare_all").astype(jnp.int32)
+    first = jnp.sum(ordered < bounds[:, None], axis=1, dtype=jnp.int32)
     sizes = (jnp.diff(first) + block - 1) // block * block
     starts = jnp.cumsum(sizes, dtype=jnp.int32) - sizes
     expert, slot = ordered // size, ordered % size

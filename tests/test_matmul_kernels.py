@@ -96,11 +96,12 @@ def test_narrow_leaves_and_several_contractions():
     assert same_bits(out, halves[0] + halves[1])
 
 
-def test_one_row_one_column():
-    a, b = normal(0, 1, 128), normal(1, 128, 1)
+@pytest.mark.parametrize("rows, tile", [(1, None), (9, SWAPPED), (70, PLAIN)])
+def test_one_column(rows, tile):
+    a, b = normal(0, rows, 128), normal(1, 128, 1)
     with interpreted():
-        out = matmul(a, b, out_dtype=F32)
-    assert out.shape == (1, 1) and error(out, f64(a) @ f64(b)) < 1e-6
+        out = matmul(a, b, out_dtype=F32, tile=tile)
+    assert out.shape == (rows, 1) and error(out, f64(a) @ f64(b)) < 1e-6
 
 
 def test_tree_is_balanced():

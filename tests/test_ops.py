@@ -181,7 +181,7 @@ def test_convolution(lengths):
     state = np.full((1, len(lengths), 3, 6), np.nan, np.float32)
 
     def op(x, w):
-        return causal_convolution(x, (w,), state, jnp.int32(0), batch, **OPS)[0]
+        return causal_convolution((x,), (w,), state, jnp.int32(0), batch, **OPS)[0][0]
 
     def plain(x, w):
         outs, row = [], 0

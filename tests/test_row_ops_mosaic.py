@@ -96,13 +96,19 @@ def test_gates_gradient():
 
 
 def convolve(policy, x, taps, state, batch):
-    return causal_convolution(x, taps, state, jnp.int32(1), batch, policy=policy, layout=ONE)
+    """Of channels side by side, as many in a group as it has taps."""
+    cut = np.cumsum([w.shape[0] for w in taps])[:-1]
+    xs = tuple(jnp.split(x, cut, axis=1))
+    outs, state = causal_convolution(
+        xs, taps, state, jnp.int32(1), batch, policy=policy, layout=ONE
+    )
+    return jnp.concatenate(outs, axis=1), state
 
 
 def test_convolution_in_portions():
     """Prefill and decode give the bits of the whole sequence; the state moves alike."""
-    tokens, taps = normal(0, 9, 128), (normal(1, 64, 4), normal(2, 64, 4))
-    other = normal(3, 4, 128)
+    tokens, taps = normal(0, 9, 384), (normal(1, 128, 4), normal(2, 256, 4))
+    other = normal(3, 4, 384)
 
     def feed(policy, state, portions, rows, piece_rows=64):
         batch = build(
@@ -111,14 +117,14 @@ def test_convolution_in_portions():
             64,
         )
         x = jnp.concatenate([x for x, _, _ in portions])
-        stale = jnp.full((rows - len(x), 128), jnp.nan, BF16)
+        stale = jnp.full((rows - len(x), 384), jnp.nan, BF16)
         out, state = convolve(policy, jnp.concatenate([x, stale]), taps, state, batch)
         assert not np.any(out[len(x) :])
         return out[: len(x)], state
 
     results = []
     for policy in (REFERENCE, MOSAIC):
-        state = jnp.full((2, 3, 3, 128), jnp.nan, BF16)
+        state = jnp.full((2, 3, 3, 384), jnp.nan, BF16)
         with interpreted():
             both, state = feed(policy, state, [(other, 0, 2), (tokens[:2], 0, 0)], 8)
             one, state = feed(policy, state, [(tokens[2:3], 2, 0)], 3, piece_rows=1)
@@ -134,10 +140,10 @@ def test_convolution_in_portions():
 def test_convolution_gradient():
     batch = whole_sequences([5, 4, 8], tokens=20)
     stale = jnp.arange(20)[:, None] >= 17
-    x = jnp.where(stale, jnp.nan, normal(0, 20, 128))
-    dout = jnp.where(stale, jnp.nan, normal(1, 20, 128))
-    taps = normal(2, 64, 4), normal(3, 64, 4)
-    state = jnp.full((2, 3, 3, 128), jnp.nan, BF16)
+    x = jnp.where(stale, jnp.nan, normal(0, 20, 384))
+    dout = jnp.where(stale, jnp.nan, normal(1, 20, 384))
+    taps = normal(2, 128, 4), normal(3, 256, 4)
+    state = jnp.full((2, 3, 3, 384), jnp.nan, BF16)
     results = []
     for policy in (REFERENCE, MOSAIC):
         with interpreted():

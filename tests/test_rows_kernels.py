@@ -242,21 +242,26 @@ def test_steps_and_blocks_of_the_convolution_move_no_bit(monkeypatch):
 
 def test_one_row_of_a_convolution_and_the_state_after_it():
     """Rows at positions 7, 0, 2 and of no token; slots of others and layer 0 stay as they are."""
-    x, w = normal(0, 4, 128), normal(1, 128, 4)
-    state = normal(2, 2, 5, 3, 128).at[1, 0].set(jnp.nan).at[1, 3, 0].set(jnp.nan)
+    xs, ws = (normal(0, 4, 128), normal(1, 4, 256)), (normal(2, 128, 4), normal(3, 256, 4))
+    state = normal(4, 2, 5, 3, 384).at[1, 0].set(jnp.nan).at[1, 3, 0].set(jnp.nan)
     slot, position = [4, 0, 3, 2], [7, 0, 2]
     rows = [-2 - (15 + 3 * s + np.arange(3)) for s in slot]
     source = np.concatenate([np.asarray(rows), np.arange(4)[:, None]], axis=1)
     source[:3] = np.where(np.asarray(position)[:, None] < [3, 2, 1, 0], -1, source[:3])
     source[3] = -1
+    place = state.reshape(-1, 384), jnp.asarray(source, I32)
+    known = jnp.asarray([min(p, 3) for p in position] + [-1], I32)
     with interpreted():
-        expected = convolution(x, w, state.reshape(-1, 128), jnp.asarray(source, I32))
+        expected = [convolution(xs[i], ws[i], *place, 128 * i) for i in range(2)]
         held = jax.new_ref(state)
-        known = jnp.asarray([min(p, 3) for p in position] + [-1], I32)
-        out = convolution_step(x, w, held, jnp.asarray([1], I32), jnp.asarray(slot, I32), known)
-    assert same_bits(out[:3], expected[:3]) and not np.any(out[3])
+        outs = convolution_step(
+            xs, jnp.concatenate(ws), held, jnp.asarray([1], I32), jnp.asarray(slot, I32), known
+        )
+    for out, want in zip(outs, expected, strict=True):
+        assert same_bits(out[:3], want[:3]) and not np.any(out[3])
+    x, none = jnp.concatenate(xs, axis=1), jnp.zeros(384, BF16)
     after = state.at[1, 4].set(jnp.stack([state[1, 4, 1], state[1, 4, 2], x[0]]))
-    after = after.at[1, 0].set(jnp.stack([0 * x[1], 0 * x[1], x[1]]).at[:2].set(0))
+    after = after.at[1, 0].set(jnp.stack([none, none, x[1]]))
     after = after.at[1, 3].set(jnp.stack([state[1, 3, 1], state[1, 3, 2], x[2]]))
     assert same_bits(jax.freeze(held), after)
 
@@ -354,8 +359,9 @@ WIDE, HEADS = ((T, H), BF16), ((T * 32, 128), BF16)
             [((T, 8192), BF16), ((8192, 4), BF16), ((768, 8192), BF16), ((T, 4), I32)],
         ),
         (
-            lambda x, w, s, *rest: convolution_step(x, w, jax.new_ref(s), *rest),
-            [((256, 8192), BF16), ((8192, 4), BF16), ((30, 256, 3, 8192), BF16)]
+            lambda x, v, w, s, *rest: convolution_step((x, x, v), w, jax.new_ref(s), *rest),
+            [((256, 2048), BF16), ((256, 4096), BF16), ((8192, 4), BF16)]
+            + [((30, 256, 3, 8192), BF16)]
             + [((1,), I32), ((256,), I32), ((256,), I32)],
         ),
         (

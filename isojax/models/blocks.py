@@ -8,7 +8,6 @@ import dataclasses
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from isojax.batch import RaggedBatch
 from isojax.cache import Cache
@@ -107,12 +106,8 @@ def delta_block(
         flat(rows_to_heads(heads(x, dim), s.layout))
         for x, dim in zip((q, k, v, a, b), dims, strict=True)
     )
-    cut = [q.shape[1], q.shape[1] + k.shape[1]]
     taps = (p["conv_q"], p["conv_k"], p["conv_v"])
-    mixed, conv = causal_convolution(
-        jnp.concatenate([q, k, v], axis=1), taps, cache.conv, layer, batch, **s.ops
-    )
-    q, k, v = jnp.split(mixed, cut, axis=1)
+    (q, k, v), conv = causal_convolution((q, k, v), taps, cache.conv, layer, batch, **s.ops)
     out, delta = gated_delta(
         heads(q, key_dim), heads(k, key_dim), heads(v, value_dim), a, b,
         p["A_log"], p["dt_bias"], cache.delta, layer, batch, **s.ops,

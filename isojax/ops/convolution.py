@@ -4,17 +4,18 @@ Row: out[t] depends on its sequence's last `width` inputs, found in this call or
 state.
 Tree: the taps' products are added by halving (`tree_sum`).
 Rounding: products and sums float32; the result is rounded once.
-Gradient (training: whole sequences): by inputs, the taps mirrored with the same halving; by the
-weight, a sum over tokens in leaves of rows.
-Kernels: a rank's channels are a multiple of 128. Where inputs lie is worked out in integers, for
-both evaluations; padding rows read nothing, and their result is 0.
+Gradient (training: whole sequences): by inputs, the taps mirrored, by halving (reference) or one
+after another; by the weight, a sum over tokens in leaves of rows.
+Kernels: a rank's channels of a group are a multiple of 128. Where inputs lie is worked out in
+integers, for both evaluations; padding rows read nothing, and their result is 0.
 """
 
+import itertools
 from functools import partial
 
 import jax
 import jax.numpy as jnp
-import numpy as np
+from jax import lax
 
 from isojax.batch import RaggedBatch
 from isojax.mesh import Layout
@@ -28,6 +29,8 @@ from isojax.ops.op import op
 from isojax.ops.weight import Parameter
 from pallas_kernels import rows_convolution as kernels
 from pallas_kernels.rows_convolution import NOWHERE
+
+Groups = tuple[jax.Array, ...]  # channels that have taps of their own, rows by channels
 
 
 def _sources(batch: RaggedBatch, rows: int, width: int) -> jax.Array:
@@ -69,7 +72,7 @@ def _window(x: jax.Array, state: jax.Array, source: jax.Array) -> jax.Array:
     return jnp.where((source < NOWHERE)[..., None], cached, _rows_or_zero(x, source))
 
 
-def _next_state(x: jax.Array, state: jax.Array, batch: RaggedBatch, width: int) -> jax.Array:
+def _next_state(xs: Groups, state: jax.Array, batch: RaggedBatch, width: int) -> jax.Array:
     """The state after this call: each sequence's last `width - 1` inputs.
 
     Every slot looks for its sequence: gathers fuse into the one pass that writes the state, where
@@ -83,16 +86,17 @@ def _next_state(x: jax.Array, state: jax.Array, batch: RaggedBatch, width: int) 
     columns = []
     for back in range(width - 1, 0, -1):
         number = length - back  # of the input in this call; a negative one is cached
-        row = jnp.clip(start + number, 0, x.shape[0] - 1)
+        row = jnp.clip(start + number, 0, xs[0].shape[0] - 1)
+        new = jnp.concatenate([x[row] for x in xs], axis=1)
         cached = state[jnp.arange(slots), jnp.clip(number + width - 1, 0, width - 2)]
-        value = jnp.where((number >= 0)[:, None], x[row], cached)
+        value = jnp.where((number >= 0)[:, None], new, cached)
         columns.append(jnp.where((context + number >= 0)[:, None], value, 0))
     return jnp.where(taken[:, None, None], jnp.stack(columns, axis=1), state)
 
 
-def _own_taps(ws: tuple[Parameter, ...], layout: Layout) -> jax.Array:
-    """The taps of this rank's channels, [C, width]."""
-    return jnp.concatenate([context_part(weight.value(w), layout) for w in ws])
+def _own_taps(ws: tuple[Parameter, ...], layout: Layout) -> Groups:
+    """The taps of this rank's channels, [C_i, width]."""
+    return tuple(context_part(weight.value(w), layout) for w in ws)
 
 
 def _filter(window: jax.Array, taps: jax.Array) -> jax.Array:
@@ -100,30 +104,37 @@ def _filter(window: jax.Array, taps: jax.Array) -> jax.Array:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _convolution(policy, layout, x, ws, state, batch):
+def _convolution(policy, layout, xs, ws, state, batch):
     taps = _own_taps(ws, layout)
-    width = taps.shape[1]
-    cached, source = state.reshape(-1, x.shape[1]), _sources(batch, x.shape[0], width)
-    if policy.evaluation == "mosaic":
-        out = call(kernels.convolution, x, taps, cached, source)
-    else:
-        out = elementary.silu(_filter(_window(x, cached, source), taps)).astype(x.dtype)
-    return out, _next_state(x, state, batch, width)
+    rows, width = xs[0].shape[0], taps[0].shape[1]
+    cached, source = state.reshape(-1, state.shape[-1]), _sources(batch, rows, width)
+    evaluate = partial(call, kernels.convolution) if policy.evaluation == "mosaic" else _evaluate
+    firsts = itertools.accumulate((x.shape[1] for x in xs[:-1]), initial=0)
+    outs = tuple(
+        evaluate(x, w, cached, source, jnp.int32(first))
+        for x, w, first in zip(xs, taps, firsts, strict=True)
+    )
+    return outs, _next_state(xs, state, batch, width)
 
 
-def _step(x, taps, state, layer, batch):
+def _evaluate(x, taps, state, source, first):
+    cached = lax.dynamic_slice_in_dim(state, first, x.shape[1], axis=1)
+    return elementary.silu(_filter(_window(x, cached, source), taps)).astype(x.dtype)
+
+
+def _step(xs, taps, state, layer, batch):
     """One new token a sequence: the state is read and moved on where it lies."""
-    sequences, width = batch.slot.shape[0], taps.shape[1]
+    sequences, width = batch.slot.shape[0], taps[0].shape[1]
     seq = jnp.minimum(batch.seq, sequences - 1)
     known = jnp.where(batch.seq < sequences, jnp.minimum(batch.positions, width - 1), -1)
     held = jax.new_ref(state)
     at = jnp.reshape(layer, (1,)).astype(jnp.int32)
-    out = kernels.convolution_step(x, taps, held, at, batch.slot[seq], known)
-    return out, jax.freeze(held)
+    outs = kernels.convolution_step(xs, jnp.concatenate(taps), held, at, batch.slot[seq], known)
+    return tuple(outs), jax.freeze(held)
 
 
-def _convolution_forward(policy, layout, x, ws, state, batch):
-    return _convolution(policy, layout, x, ws, state, batch), (x, ws, batch)
+def _convolution_forward(policy, layout, xs, ws, state, batch):
+    return _convolution(policy, layout, xs, ws, state, batch), (xs, ws, batch)
 
 
 def _gradients(x, taps, source, follower, dout, leaves):
@@ -138,20 +149,21 @@ def _gradients(x, taps, source, follower, dout, leaves):
 
 
 def _convolution_backward(policy, layout, saved, cotangents):
-    x, ws, batch = saved
+    xs, ws, batch = saved
     taps = _own_taps(ws, layout)
-    shape = x.shape[0], taps.shape[1]
+    shape = xs[0].shape[0], taps[0].shape[1]
     places = _sources(batch, *shape), _followers(batch, *shape)
     leaves = policy.row_leaves // layout.data
     if policy.evaluation == "mosaic":
         gradients = partial(call, kernels.convolution_backward)
     else:
         gradients = _gradients
-    dx, shares = gradients(x, taps, *places, cotangents[0], leaves=leaves)
-    sizes = [weight.value(w).shape[0] // layout.context for w in ws]
-    parts = jnp.split(shares, np.cumsum(sizes)[:-1], axis=2)
-    dws = [pair_sum(join_parts(part, layout)).T for part in parts]
-    return dx, tuple(map(weight.cotangent, ws, dws)), None, None
+    dxs, dws = [], []
+    for x, w, own, dout in zip(xs, ws, taps, cotangents[0], strict=True):
+        dx, shares = gradients(x, own, *places, dout, leaves=leaves)
+        dxs.append(dx)
+        dws.append(weight.cotangent(w, pair_sum(join_parts(shares, layout)).T))
+    return tuple(dxs), tuple(dws), None, None
 
 
 _convolution.defvjp(_convolution_forward, _convolution_backward)
@@ -159,7 +171,7 @@ _convolution.defvjp(_convolution_forward, _convolution_backward)
 
 @op("causal_convolution", static=("policy", "layout"))
 def causal_convolution(
-    x: jax.Array,
+    xs: Groups,
     ws: tuple[Parameter, ...],
     state: jax.Array,
     layer: jax.Array,
@@ -167,17 +179,17 @@ def causal_convolution(
     *,
     policy: Policy,
     layout: Layout,
-) -> tuple[jax.Array, jax.Array]:
-    """silu(conv(x)): x [T, C], state [L, slots, width - 1, C] -> (out [T, C], state).
+) -> tuple[Groups, jax.Array]:
+    """silu(conv(x)) of groups of channels: xs [T, C_i], state [L, slots, width - 1, sum of C_i] ->
+    (outs [T, C_i], state).
 
-    ws: taps [C_i, width] of groups of channels that lie side by side in x; C_i are this model
-    rank's channels, of which x has those of this context rank. layer: int32 scalar, the entry of
-    `state` to read and write.
+    ws: taps [C_i, width]; they have this model rank's channels, xs those of this context rank.
+    layer: int32 scalar, the entry of `state` to read and write.
 
     Raises:
       ValueError: for channels that the kernels do not take.
     """
     if policy.evaluation == "mosaic" and batch.piece_rows == 1:
-        return _step(x, _own_taps(ws, layout), state, layer, batch)
-    out, new = _convolution(policy, layout, x, ws, state[layer], batch)
-    return out, state.at[layer].set(new)
+        return _step(xs, _own_taps(ws, layout), state, layer, batch)
+    outs, new = _convolution(policy, layout, xs, ws, state[layer], batch)
+    return outs, state.at[layer].set(new)
