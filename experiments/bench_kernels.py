@@ -62,7 +62,7 @@ from pallas_kernels.rows_norm import (
     rms_norm_backward,
 )
 from pallas_kernels.rows_rotary import rotary
-from pallas_kernels.rows_routing import combine_slots, slot_dots
+from pallas_kernels.rows_routing import combine_slots, slot_dots, take_rows
 from pallas_kernels.rows_softmax import softmax, softmax_chosen
 from pallas_kernels.rows_token_sum import token_sum
 from pallas_kernels.tuning import SHARED_MEMORY, MatmulTile, matmul_tile
@@ -827,6 +827,7 @@ def bench_rows(full: bool) -> None:
             (x[:, :32],),
             6 * t * 32,
         ),
+        ("take_rows", lambda x: take_rows(x, place.reshape(-1) // 8), (x,), 9 * x.size),
         ("combine_slots", lambda y: combine_slots(y, place, weights), (y,), 9 * x.size),
         ("slot_dots", lambda y: slot_dots(y, place, x), (y,), 9 * x.size),
         ("softmax_chosen", softmax_chosen, (weights,), 4 * weights.size),
