@@ -70,8 +70,7 @@ def product(
     def body(*refs, smem):
         smem = holds.open(smem)
         lhs_gmem, rhs_gmem, refs = refs[:phases], refs[phases : 2 * phases], refs[2 * phases :]
-        extra_gmem, refs = refs[: len(extras)], refs[len(extras) :]
-        out_gmem, scratch = refs[: len(out_type)], refs[len(out_type) :]
+        extra_gmem, out_gmem = refs[: len(extras)], refs[len(extras) :]
         ring = core.Ring(tile, smem["full"], smem["empty"])
         wg = lax.axis_index("wg")
         cta = lax.axis_index("cta")
@@ -136,7 +135,7 @@ def product(
                     )
                     return value
 
-                acc = holds.sum(leaf, leaves, smem, scratch, cta, wg)
+                acc = holds.sum(leaf, smem, wg)
                 epilogue(acc, row, col_tile, wg, extra_gmem, out_gmem, smem)
 
             def visit(i, row, col_tile, step):
@@ -152,16 +151,15 @@ def product(
         **core.Ring.barriers(tile, copies=2),
         **({} if out_dtype is None else holds.smem(out_dtype)),
     }
-    outs = core.launch(
+    return core.launch(
         body,
-        [*out_type, *holds.scratch(ctas)],
+        list(out_type),
         stages,
         ctas=ctas,
         warpgroups=tile.warpgroups,
         name=name,
         fast_exp=fast_exp,
     )(*lhs, *rhs, *extras)
-    return outs[: len(out_type)]
 
 
 def _stages(count: int, span: int, k_major: bool):
