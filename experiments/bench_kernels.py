@@ -174,8 +174,8 @@ TILES = {
     "128x128 rows band16": MatmulTile(rows=128, cols=128, minor=0, band=16),
 }
 LEAF_TILES = {
-    "64x128 s5": MatmulTile(rows=64, cols=128, stages=5, smem_hold=True),
-    "64x128 s4": MatmulTile(rows=64, cols=128, smem_hold=True),
+    "64x128 s5": MatmulTile(rows=64, cols=128, stages=5),
+    "64x128 s4": MatmulTile(rows=64, cols=128),
 }
 
 
@@ -189,10 +189,10 @@ def small_tiles(m: int) -> dict[str, MatmulTile]:
             for stages in (8, 12, 16)
         }
     return {
-        "64x128 wg1 s8": MatmulTile(64, 128, warpgroups=1, stages=8, smem_hold=True),
+        "64x128 wg1 s8": MatmulTile(64, 128, warpgroups=1, stages=8),
         "64x64 wg1 s12": MatmulTile(64, 64, warpgroups=1, stages=12),
         "64x256 wg2": MatmulTile(64, 256),
-        "64x128 wg2 s5": MatmulTile(64, 128, stages=5, smem_hold=True),
+        "64x128 wg2 s5": MatmulTile(64, 128, stages=5),
         "swap 64x256 wg1": MatmulTile(64, 256, warpgroups=1, slots=1, swap=True),
     }
 

@@ -200,8 +200,8 @@ class Holds:
     """Where the waiting sums of `leaf_tree` lie: in registers, the greatest in shared memory.
 
     A tile of 64 x 128 leaves registers for two waiting sums beside its accumulator, and shared
-    memory for one more beside the ring (`tile.smem_hold`). That one waits once a tile, where the
-    finished tile is going to lie on its way out: by then nothing waits any more.
+    memory for one more beside the ring. That one waits once a tile, where the finished tile is
+    going to lie on its way out: by then nothing waits any more.
     """
 
     leaves: int
@@ -213,13 +213,13 @@ class Holds:
         """Raises ValueError if there is no room for the sums."""
         waiting = leaves.bit_length() - 1
         registers = tile.rows * tile.cols // 128
-        in_registers = min(waiting, max(0, REGISTERS // registers - 1))
-        if waiting > in_registers + tile.smem_hold:
+        beyond = waiting - max(0, REGISTERS // registers - 1)
+        if beyond > 1:
             raise ValueError(
                 f"the sums of {leaves} leaves do not fit in registers and shared memory: "
-                f"{tile} needs smem_hold=True, or fewer rows or columns"
+                f"{tile} needs fewer rows or columns"
             )
-        return Holds(leaves, tile, waiting > in_registers)
+        return Holds(leaves, tile, in_smem=beyond == 1)
 
     @property
     def _shape(self) -> tuple[int, int, int]:
