@@ -14,7 +14,7 @@ import dataclasses
 import functools
 import math
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -169,6 +169,53 @@ class Ring:
 
         *values, step = pl.run_scoped(scope, *(plgpu.ACC(shape) for shape in accumulators))
         return tuple(values), step
+
+
+def load_leaves(
+    ring: Ring,
+    step: jax.Array,
+    first: int | jax.Array,
+    last: int | jax.Array,
+    phase_steps: Sequence[int],
+    sides: Sequence,
+) -> jax.Array:
+    """Fill the ring with leaves first, ..., last - 1, each with its part of every contraction.
+
+    Args:
+      ring, step: the ring and its state.
+      first, last: as above.
+      phase_steps: stages of a leaf of each contraction.
+      sides: of lhs and rhs (device memory of every contraction, the ring's stages, rows or columns
+        to load, whether K is the first axis). Rows may be fewer than a stage has.
+
+    Returns:
+      The new state.
+    """
+
+    def issue(i, slot, barrier, leaf, phase):
+        ks = pl.ds((leaf * phase_steps[phase] + i) * TILE_K, TILE_K)
+        for gmem, stages, span, k_major in sides:
+            src = gmem[phase].at[ks, span] if k_major else gmem[phase].at[span, ks]
+            dst = stages.at[slot] if k_major else stages.at[slot, pl.ds(0, span.size)]
+            plgpu.copy_gmem_to_smem(src, dst, barrier)
+
+    def load(leaf, step):
+        for phase, steps in enumerate(phase_steps):
+            step = ring.produce(step, steps, functools.partial(issue, leaf=leaf, phase=phase))
+        return step
+
+    return lax.fori_loop(first, last, load, step)
+
+
+def stage_product(smem: dict, rows, lhs_transposed: bool, rhs_transposed: bool) -> Callable:
+    """What `Ring.consume` multiplies: `rows` of a stage of smem["lhs"] by smem["rhs"]."""
+
+    def multiply(_, slot, acc):
+        a, b = smem["lhs"].at[slot], smem["rhs"].at[slot]
+        a = a.at[:, rows].T if lhs_transposed else a.at[rows, :]
+        plgpu.wgmma(acc, a, b.T if rhs_transposed else b)
+
+    return multiply
 
 
 def leaf_tree(

@@ -4,7 +4,6 @@ It speaks in the roles of `wgmma`: lhs [R, K] by rhs [K, C], tiles of R (the sid
 side of 8). Who is M and who is N, and what becomes of a tile, is the caller's business.
 """
 
-import functools
 from collections.abc import Callable, Sequence
 
 import jax
@@ -92,24 +91,11 @@ def product(
             def load(i, row, col_tile, step):
                 turn = ring.of_turn(i)
                 row_span, col_span = pl.ds(row, cta_rows), pl.ds(col_of(col_tile), tile.cols)
-
-                def issue(i, slot, barrier, leaf, phase):
-                    first = leaf * phase_steps[phase]
-                    ks = pl.ds((first + i) * core.TILE_K, core.TILE_K)
-                    for gmem, stage, span, k_major in (
-                        (lhs_gmem[phase], smem["lhs"], row_span, lhs_transposed),
-                        (rhs_gmem[phase], smem["rhs"], col_span, not rhs_transposed),
-                    ):
-                        src = gmem.at[ks, span] if k_major else gmem.at[span, ks]
-                        plgpu.copy_gmem_to_smem(src, stage.at[slot], barrier)
-
-                def load_leaf(leaf, step):
-                    for phase, steps in enumerate(phase_steps):
-                        fill = functools.partial(issue, leaf=leaf, phase=phase)
-                        step = turn.produce(step, steps, fill)
-                    return step
-
-                return lax.fori_loop(0, leaves, load_leaf, step)
+                sides = (
+                    (lhs_gmem, smem["lhs"], row_span, lhs_transposed),
+                    (rhs_gmem, smem["rhs"], col_span, not rhs_transposed),
+                )
+                return core.load_leaves(turn, step, 0, leaves, phase_steps, sides)
 
             ring.drain(for_each_tile(load))
 
@@ -118,12 +104,7 @@ def product(
             core.consumer_registers(tile.warpgroups)
             first = core.first_row(tile, wg)
             own = pl.ds(first, tile.rows)
-
-            def multiply(_, slot, acc):
-                a = smem["lhs"].at[slot]
-                a = a.at[:, own].T if lhs_transposed else a.at[own, :]
-                b = smem["rhs"].at[slot]
-                plgpu.wgmma(acc, a, b.T if rhs_transposed else b)
+            multiply = core.stage_product(smem, own, lhs_transposed, rhs_transposed)
 
             def compute(turn, row, col_tile, step):
                 row = row + first
