@@ -57,6 +57,9 @@ def product(
 
     Returns:
       The outputs.
+
+    Raises:
+      ValueError: if the tile has no room for the sums of the leaves.
     """
     cta_rows = tile.height
     row_tiles = pl.cdiv(rows, cta_rows)
