@@ -174,10 +174,8 @@ TILES = {
     "128x128 rows band16": MatmulTile(rows=128, cols=128, minor=0, band=16),
 }
 LEAF_TILES = {
-    "64x128 s5": MatmulTile(rows=64, cols=128, stages=5, smem_hold=True),
-    "64x128 s4": MatmulTile(rows=64, cols=128, smem_hold=True),
-    "64x128 s6 L2": MatmulTile(rows=64, cols=128, stages=6),
-    "64x192 s4 L2": MatmulTile(rows=64, cols=192),
+    "64x128 s5": MatmulTile(rows=64, cols=128, stages=5),
+    "64x128 s4": MatmulTile(rows=64, cols=128),
 }
 
 
@@ -194,15 +192,21 @@ def small_tiles(m: int) -> dict[str, MatmulTile]:
         "64x128 wg1 s8": MatmulTile(64, 128, warpgroups=1, stages=8),
         "64x64 wg1 s12": MatmulTile(64, 64, warpgroups=1, stages=12),
         "64x256 wg2": MatmulTile(64, 256),
-        "64x128 wg2 s6": MatmulTile(64, 128, stages=6),
+        "64x128 wg2 s5": MatmulTile(64, 128, stages=5),
         "swap 64x256 wg1": MatmulTile(64, 256, warpgroups=1, slots=1, swap=True),
     }
 
 
-def fitting(tiles: dict[str, MatmulTile], leaves: int) -> dict[str, MatmulTile]:
-    """The tiles whose shared memory a block can have."""
+def fits(tile: MatmulTile, leaves: int) -> bool:
+    """Whether there is room for a tile's sums, and a block can have its shared memory."""
+    try:
+        return shared_bytes(tile, leaves, F32) <= SHARED_MEMORY
+    except ValueError:
+        return False
 
-    return {n: t for n, t in tiles.items() if shared_bytes(t, leaves, F32) <= SHARED_MEMORY}
+
+def fitting(tiles: dict[str, MatmulTile], leaves: int) -> dict[str, MatmulTile]:
+    return {name: tile for name, tile in tiles.items() if fits(tile, leaves)}
 
 
 def bench_matmul(full: bool) -> None:

@@ -13,7 +13,7 @@ from isojax.cache import Cache
 from isojax.mesh import Layout
 from isojax.models.blocks import Static, attention_block, delta_block, mlp, moe
 from isojax.models.config import ModelConfig
-from isojax.numerics.collectives import context_rows
+from isojax.numerics.collectives import context_part
 from isojax.numerics.policy import Policy
 from isojax.ops.attention import attention_work
 from isojax.ops.elementwise import add
@@ -44,7 +44,7 @@ def forward(
     """
     s = Static(model, policy, layout)
     kinds = model.layer_types[: model.period]
-    tokens, positions = (context_rows(x, layout) for x in (batch.tokens, batch.positions))
+    tokens, positions = (context_part(x, layout) for x in (batch.tokens, batch.positions))
     table = rotary_table(positions, rotary_dim=model.rotary_dim, theta=model.rope_theta)
     work = attention_work(batch, cache.keys, heads=model.num_attention_heads, **s.ops)
     per_period = {kind: kinds.count(kind) for kind in kinds}

@@ -212,10 +212,9 @@ def plan_training(
     count = (length + rows - 1) // rows
     size = tokens // rows + start.shape[0]
     seq, index, valid = _owner(count, size)
-    first = (jnp.cumsum(count) - count)[seq]
-    pairs = count * (count + 1) // 2
-    pair_first = (jnp.cumsum(pairs) - pairs)[seq]
-    columns = [start[seq], index, count[seq], length[seq], first, pair_first]
+    # Tiles, and pairs of tiles, of the sequences before each.
+    first, pair_first = (jnp.cumsum(x) - x for x in (count, count * (count + 1) // 2))
+    columns = [start[seq], index, count[seq], length[seq], first[seq], pair_first[seq]]
     tiles = jnp.stack([jnp.where(valid, c, 0) for c in columns], axis=1).astype(jnp.int32)
 
     inside = jnp.arange(rows, dtype=jnp.int32)
@@ -227,7 +226,7 @@ def plan_training(
     whose = (at[:, None] >= start) & (at[:, None] < start + length)  # at most one
     of = lambda x: jnp.sum(jnp.where(whose, x, 0), axis=1, dtype=jnp.int32)  # noqa: E731
     inner = jnp.where(whose.any(axis=1), at - of(start), 0)
-    tile = jnp.where(whose.any(axis=1), of(jnp.cumsum(count) - count) + inner // rows, size)
+    tile = jnp.where(whose.any(axis=1), of(first) + inner // rows, size)
     padding, padding_count = padding_rows(start, length, tokens)
     return TrainingPlan(
         tiles=jnp.pad(tiles, ((0, 0), (0, COLUMNS - len(columns)))),

@@ -171,53 +171,67 @@ class Ring:
         return tuple(values), step
 
 
+def load_leaves(
+    ring: Ring,
+    step: jax.Array,
+    first: int | jax.Array,
+    last: int | jax.Array,
+    phase_steps: Sequence[int],
+    sides: Sequence,
+) -> jax.Array:
+    """Fill the ring with leaves first, ..., last - 1, each with its part of every contraction.
+
+    Args:
+      ring, step: the ring and its state.
+      first, last: as above.
+      phase_steps: stages of a leaf of each contraction.
+      sides: of lhs and rhs (device memory of every contraction, the ring's stages, rows or columns
+        to load, whether K is the first axis). Rows may be fewer than a stage has.
+
+    Returns:
+      The new state.
+    """
+
+    def issue(i, slot, barrier, leaf, phase):
+        ks = pl.ds((leaf * phase_steps[phase] + i) * TILE_K, TILE_K)
+        for gmem, stages, span, k_major in sides:
+            src = gmem[phase].at[ks, span] if k_major else gmem[phase].at[span, ks]
+            dst = stages.at[slot] if k_major else stages.at[slot, pl.ds(0, span.size)]
+            plgpu.copy_gmem_to_smem(src, dst, barrier)
+
+    def load(leaf, step):
+        for phase, steps in enumerate(phase_steps):
+            step = ring.produce(step, steps, functools.partial(issue, leaf=leaf, phase=phase))
+        return step
+
+    return lax.fori_loop(first, last, load, step)
+
+
+def stage_product(smem: dict, rows, lhs_transposed: bool, rhs_transposed: bool) -> Callable:
+    """What `Ring.consume` multiplies: `rows` of a stage of smem["lhs"] by smem["rhs"]."""
+
+    def multiply(_, slot, acc):
+        a, b = smem["lhs"].at[slot], smem["rhs"].at[slot]
+        a = a.at[:, rows].T if lhs_transposed else a.at[rows, :]
+        plgpu.wgmma(acc, a, b.T if rhs_transposed else b)
+
+    return multiply
+
+
 def leaf_tree(
     leaf: Callable[[], jax.Array],
     leaves: int,
-    holds: Sequence = (),
     add: Callable[[jax.Array, jax.Array], jax.Array] = operator.add,
 ) -> jax.Array:
     """Sum `leaves` successive calls of `leaf()` in a balanced binary tree, as a counter carries.
 
-    The sum of a left half waits while its right half is summed, at most one of every size: one of
-    2^i leaves waits in `holds[i]`, a reference private to the warpgroup, or, where that is None or
-    missing, in registers. `add` adds two sums.
+    The sum of a left half waits while its right half is summed, at most one of every size. `add`
+    adds two sums.
     """
     if leaves == 1:
         return leaf()
-    left = leaf_tree(leaf, leaves // 2, holds, add)
-    level = leaves.bit_length() - 2
-    hold = holds[level] if level < len(holds) else None
-    if hold is None:
-        return add(left, leaf_tree(leaf, leaves // 2, holds, add))
-    _put(hold, left)
-    right = leaf_tree(leaf, leaves // 2, holds, add)
-    return _add_held(hold, right, add)
-
-
-STRIPE = 8  # columns that lie together in device memory: a warp then moves whole lines of 128 bytes
-
-
-def _put(hold, value: jax.Array) -> None:
-    """Store a tile [rows, columns], or, in a hold of three axes, by stripes of its columns."""
-    if len(hold.shape) == 2:
-        hold[...] = value
-        return
-    for stripe in range(hold.shape[0]):
-        first = stripe * STRIPE
-        hold[stripe] = value[:, first : first + STRIPE]
-
-
-def _add_held(hold, right: jax.Array, add: Callable) -> jax.Array:
-    """The tile that `_put` stored plus `right`."""
-    load = functools.partial(plgpu.load, layout=plgpu.Layout.WGMMA, optimized=False)
-    if len(hold.shape) == 2:
-        return add(load(hold), right)
-    sums = []
-    for stripe in range(hold.shape[0]):
-        first = stripe * STRIPE
-        sums.append(add(load(hold.at[stripe]), right[:, first : first + STRIPE]))
-    return jnp.concatenate(sums, axis=1)
+    left = leaf_tree(leaf, leaves // 2, add)
+    return add(left, leaf_tree(leaf, leaves // 2, add))
 
 
 def _add_now(left: jax.Array, right: jax.Array) -> jax.Array:
@@ -230,26 +244,29 @@ REGISTERS = 192  # of a thread, for its accumulator and the sums that wait in re
 
 @dataclasses.dataclass(frozen=True)
 class Holds:
-    """Where the waiting sums of `leaf_tree` lie: small ones in registers, then shared memory, L2.
+    """Where the waiting sums of `leaf_tree` lie: in registers, the greatest in shared memory.
 
     A tile of 64 x 128 leaves registers for two waiting sums beside its accumulator, and shared
-    memory for one more beside the ring (`tile.smem_hold`). The greatest waits once a tile. In
-    shared memory a sum waits where the finished tile is going to lie on its way out: by then
-    nothing waits any more.
+    memory for one more beside the ring. That one waits once a tile, where the finished tile is
+    going to lie on its way out: by then nothing waits any more.
     """
 
+    leaves: int
     tile: MatmulTile
-    in_registers: int
-    in_smem: int
-    in_scratch: int
+    in_smem: bool
 
     @staticmethod
     def of(leaves: int, tile: MatmulTile) -> "Holds":
+        """Raises ValueError if there is no room for the sums."""
         waiting = leaves.bit_length() - 1
         registers = tile.rows * tile.cols // 128
-        first = min(waiting, REGISTERS // registers - 1)
-        second = min(int(tile.smem_hold), waiting - first)
-        return Holds(tile, first, second, waiting - first - second)
+        beyond = waiting - max(0, REGISTERS // registers - 1)
+        if beyond > 1:
+            raise ValueError(
+                f"the sums of {leaves} leaves do not fit in registers and shared memory: "
+                f"{tile} needs fewer rows or columns"
+            )
+        return Holds(leaves, tile, in_smem=beyond == 1)
 
     @property
     def _shape(self) -> tuple[int, int, int]:
@@ -272,29 +289,23 @@ class Holds:
         hold, out = smem["hold_out"]
         return {**smem, "hold": hold, "out": out}
 
-    def scratch(self, ctas: int) -> list[jax.ShapeDtypeStruct]:
-        """Device memory, as outputs of the kernel that nobody reads afterwards."""
-        wgs, rows, cols = self._shape
-        shape = (ctas, wgs, cols // STRIPE, rows, STRIPE)
-        return [jax.ShapeDtypeStruct(shape, jnp.float32)] * self.in_scratch
-
-    def sum(self, leaf: Callable, leaves: int, smem: dict, scratch, cta, wg) -> jax.Array:
+    def sum(self, leaf: Callable[[], jax.Array], smem: dict, wg: jax.Array) -> jax.Array:
         """`leaf_tree` of one warpgroup's tile, with `smem` opened."""
-        refs = [
-            *[None] * self.in_registers,
-            *([smem["hold"].at[wg]] if self.in_smem else []),
-            *[ref.at[cta, wg] for ref in scratch],
-        ]
-        index = iter(range(leaves))
+        half, index = self.leaves // 2, iter(range(self.leaves))
 
         def next_leaf():
             value = leaf()
-            if self.in_smem and next(index) == 2**self.in_registers - 1:
-                # The tile before this one must have left the place where sums are going to wait.
+            if self.in_smem and next(index) == half - 1:
+                # The tile before this one must have left the place where a sum is going to wait.
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             return lax.optimization_barrier(value)
 
-        return leaf_tree(next_leaf, leaves, refs, _add_now)
+        if not self.in_smem:
+            return leaf_tree(next_leaf, self.leaves, _add_now)
+        hold = smem["hold"].at[wg]
+        hold[...] = leaf_tree(next_leaf, half, _add_now)
+        right = leaf_tree(next_leaf, half, _add_now)
+        return _add_now(plgpu.load(hold, layout=plgpu.Layout.WGMMA, optimized=False), right)
 
 
 def shared_bytes(tile: MatmulTile, leaves: int, out_dtype: jax.typing.DTypeLike) -> int:

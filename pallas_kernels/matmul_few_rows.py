@@ -77,38 +77,22 @@ def products(
                 rows = sizes[p][0]
                 height = tile.height if lhs_transposed else min(tile.height, rows + -rows % 8)
                 a, b = (refs[p % len(refs)] for refs in (lhs_gmem, rhs_gmem))
-
-                def issue(i, slot, barrier, leaf, phase):
-                    ks = pl.ds((leaf * phase_steps[phase] + i) * core.TILE_K, core.TILE_K)
-                    for gmem, stage, span, k_major in (
-                        (a[phase], smem["lhs"], pl.ds(row, height), lhs_transposed),
-                        (b[phase], smem["rhs"], pl.ds(col, tile.cols), not rhs_transposed),
-                    ):
-                        src = gmem.at[ks, span] if k_major else gmem.at[span, ks]
-                        dst = stage.at[slot] if k_major else stage.at[slot, pl.ds(0, span.size)]
-                        plgpu.copy_gmem_to_smem(src, dst, barrier)
-
-                def load_leaf(leaf, step):
-                    for phase, steps in enumerate(phase_steps):
-                        fill = functools.partial(issue, leaf=leaf, phase=phase)
-                        step = ring.produce(step, steps, fill)
-                    return step
-
+                sides = (
+                    (a, smem["lhs"], pl.ds(row, height), lhs_transposed),
+                    (b, smem["rhs"], pl.ds(col, tile.cols), not rhs_transposed),
+                )
                 first = part * own_leaves
-                ring.drain(lax.fori_loop(first, first + own_leaves, load_leaf, jnp.int32(0)))
+                last = first + own_leaves
+                step = core.load_leaves(ring, jnp.int32(0), first, last, phase_steps, sides)
+                ring.drain(step)
 
         @pl.when(wg < tile.warpgroups)
         def _consumer():
             core.consumer_registers(tile.warpgroups)
             first = core.first_row(tile, wg)
             own = pl.ds(first, tile.rows)
+            multiply = core.stage_product(smem, own, lhs_transposed, rhs_transposed)
             step = jnp.int32(0)
-
-            def multiply(_, slot, acc):
-                a = smem["lhs"].at[slot]
-                a = a.at[:, own].T if lhs_transposed else a.at[own, :]
-                b = smem["rhs"].at[slot]
-                plgpu.wgmma(acc, a, b.T if rhs_transposed else b)
 
             def leaf():
                 nonlocal step

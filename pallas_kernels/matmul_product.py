@@ -4,7 +4,6 @@ It speaks in the roles of `wgmma`: lhs [R, K] by rhs [K, C], tiles of R (the sid
 side of 8). Who is M and who is N, and what becomes of a tile, is the caller's business.
 """
 
-import functools
 from collections.abc import Callable, Sequence
 
 import jax
@@ -58,6 +57,9 @@ def product(
 
     Returns:
       The outputs.
+
+    Raises:
+      ValueError: if the tile has no room for the sums of the leaves.
     """
     cta_rows = tile.height
     row_tiles = pl.cdiv(rows, cta_rows)
@@ -70,8 +72,7 @@ def product(
     def body(*refs, smem):
         smem = holds.open(smem)
         lhs_gmem, rhs_gmem, refs = refs[:phases], refs[phases : 2 * phases], refs[2 * phases :]
-        extra_gmem, refs = refs[: len(extras)], refs[len(extras) :]
-        out_gmem, scratch = refs[: len(out_type)], refs[len(out_type) :]
+        extra_gmem, out_gmem = refs[: len(extras)], refs[len(extras) :]
         ring = core.Ring(tile, smem["full"], smem["empty"])
         wg = lax.axis_index("wg")
         cta = lax.axis_index("cta")
@@ -93,24 +94,11 @@ def product(
             def load(i, row, col_tile, step):
                 turn = ring.of_turn(i)
                 row_span, col_span = pl.ds(row, cta_rows), pl.ds(col_of(col_tile), tile.cols)
-
-                def issue(i, slot, barrier, leaf, phase):
-                    first = leaf * phase_steps[phase]
-                    ks = pl.ds((first + i) * core.TILE_K, core.TILE_K)
-                    for gmem, stage, span, k_major in (
-                        (lhs_gmem[phase], smem["lhs"], row_span, lhs_transposed),
-                        (rhs_gmem[phase], smem["rhs"], col_span, not rhs_transposed),
-                    ):
-                        src = gmem.at[ks, span] if k_major else gmem.at[span, ks]
-                        plgpu.copy_gmem_to_smem(src, stage.at[slot], barrier)
-
-                def load_leaf(leaf, step):
-                    for phase, steps in enumerate(phase_steps):
-                        fill = functools.partial(issue, leaf=leaf, phase=phase)
-                        step = turn.produce(step, steps, fill)
-                    return step
-
-                return lax.fori_loop(0, leaves, load_leaf, step)
+                sides = (
+                    (lhs_gmem, smem["lhs"], row_span, lhs_transposed),
+                    (rhs_gmem, smem["rhs"], col_span, not rhs_transposed),
+                )
+                return core.load_leaves(turn, step, 0, leaves, phase_steps, sides)
 
             ring.drain(for_each_tile(load))
 
@@ -119,12 +107,7 @@ def product(
             core.consumer_registers(tile.warpgroups)
             first = core.first_row(tile, wg)
             own = pl.ds(first, tile.rows)
-
-            def multiply(_, slot, acc):
-                a = smem["lhs"].at[slot]
-                a = a.at[:, own].T if lhs_transposed else a.at[own, :]
-                b = smem["rhs"].at[slot]
-                plgpu.wgmma(acc, a, b.T if rhs_transposed else b)
+            multiply = core.stage_product(smem, own, lhs_transposed, rhs_transposed)
 
             def compute(turn, row, col_tile, step):
                 row = row + first
@@ -136,7 +119,7 @@ def product(
                     )
                     return value
 
-                acc = holds.sum(leaf, leaves, smem, scratch, cta, wg)
+                acc = holds.sum(leaf, smem, wg)
                 epilogue(acc, row, col_tile, wg, extra_gmem, out_gmem, smem)
 
             def visit(i, row, col_tile, step):
@@ -152,16 +135,15 @@ def product(
         **core.Ring.barriers(tile, copies=2),
         **({} if out_dtype is None else holds.smem(out_dtype)),
     }
-    outs = core.launch(
+    return core.launch(
         body,
-        [*out_type, *holds.scratch(ctas)],
+        list(out_type),
         stages,
         ctas=ctas,
         warpgroups=tile.warpgroups,
         name=name,
         fast_exp=fast_exp,
     )(*lhs, *rhs, *extras)
-    return outs[: len(out_type)]
 
 
 def _stages(count: int, span: int, k_major: bool):

@@ -21,8 +21,6 @@ class MatmulTile:
       minor: the tile axis that neighbouring blocks differ in (0 rows, 1 columns).
       band: how many tiles of that axis are walked before the other axis moves.
       slots: parts of a warpgroup's tile that may be on their way out of shared memory at a time.
-      smem_hold: whether a sum of leaves waits in shared memory (`matmul_core.Holds`); greater ones
-        wait in device memory.
       split: blocks of a cluster that share a tile's leaves (`matmul_few_rows`), a power of two; no
         more than there are leaves take part.
     """
@@ -36,7 +34,6 @@ class MatmulTile:
     minor: int = 1
     band: int = 8
     slots: int = 2
-    smem_hold: bool = False
     split: int = 1
 
     @property

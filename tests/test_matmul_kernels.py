@@ -69,11 +69,10 @@ def leaf_sum(a, b, leaves, **options):
     "tile, alone",
     [
         (PLAIN, PLAIN),
-        (MatmulTile(rows=64, cols=128, stages=2), MatmulTile(rows=64, cols=128, stages=2)),
-        (MatmulTile(rows=64, cols=128, stages=2, smem_hold=True), PLAIN),
+        (MatmulTile(rows=64, cols=128, stages=2), PLAIN),
         (SWAPPED, SWAPPED),
     ],
-    ids=["registers", "registers and L2", "registers and shared memory", "swapped"],
+    ids=["registers", "registers and shared memory", "swapped"],
 )
 def test_leaves_are_products_of_their_own(tile, alone):
     a, b = normal(0, 8, 512), normal(1, 512, 64)
@@ -113,7 +112,7 @@ def test_tree_is_balanced():
         )
 
 
-@pytest.mark.parametrize("leaves", [1, 2, 4, 8])
+@pytest.mark.parametrize("leaves", [1, 2, 4, 8, 64])
 @pytest.mark.parametrize("n", [32, 512, 2048, 12288, 248320])
 def test_table_fits_shared_memory(n, leaves):
     for m in (1, 8, 17, 33, 56, 64, 65, 128, 129, 256, 512, 513, 10240):
@@ -179,6 +178,13 @@ def test_refusals(arguments, message):
         matmul(normal(0, 8, 132), normal(1, 132, 64), **arguments)
     with pytest.raises(ValueError, match="bfloat16"):
         matmul(normal(0, 8, 64, dtype=F32), normal(1, 64, 64, dtype=F32))
+
+
+@pytest.mark.parametrize("cols, leaves", [(128, 16), (256, 4)])
+def test_refuses_a_tile_without_room_for_its_sums(cols, leaves):
+    a, b = normal(0, 8, 1024), normal(1, 1024, 64)
+    with pytest.raises(ValueError, match="MatmulTile.* needs fewer rows or columns"):
+        matmul(a, b, leaves=leaves, tile=MatmulTile(rows=64, cols=cols))
 
 
 H, WIDE = 2048, 12288

@@ -106,8 +106,11 @@ def gather_rows(x: jax.Array, layout: Layout) -> jax.Array:
     return lax.all_gather(x, MODEL, tiled=True)
 
 
-def context_rows(x: jax.Array, layout: Layout) -> jax.Array:
-    """A data rank's rows [T, ...] -> the run of them that this context rank has."""
+# --- context parallelism: all rows of some heads, or some rows of all heads ---
+
+
+def context_part(x: jax.Array, layout: Layout) -> jax.Array:
+    """Of a data rank's rows, or of heads or channels (first axis), those of this context rank."""
     if layout.context == 1:
         return x
     size = x.shape[0] // layout.context
@@ -115,11 +118,8 @@ def context_rows(x: jax.Array, layout: Layout) -> jax.Array:
 
 
 def all_context_rows(x: jax.Array, layout: Layout) -> jax.Array:
-    """The inverse of `context_rows`."""
+    """The inverse of `context_part`, for rows."""
     return x if layout.context == 1 else lax.all_gather(x, CONTEXT, tiled=True)
-
-
-# --- context parallelism: all rows of some heads, or some rows of all heads ---
 
 
 def rows_to_heads(x: jax.Array, layout: Layout) -> jax.Array:
@@ -156,11 +156,6 @@ def heads_to_rows(x: jax.Array, layout: Layout) -> jax.Array:
     if layout.context == 1:
         return x
     return lax.all_to_all(x, CONTEXT, split_axis=0, concat_axis=1, tiled=True)
-
-
-def context_part(w: jax.Array, layout: Layout) -> jax.Array:
-    """Of a parameter's heads or channels (first axis), those that this context rank works on."""
-    return context_rows(w, layout)
 
 
 def join_parts(leaves: jax.Array, layout: Layout) -> jax.Array:

@@ -27,7 +27,7 @@ from isojax.mesh import MODEL, Layout
 from isojax.numerics import elementary
 from isojax.numerics.collectives import (
     all_context_rows,
-    context_rows,
+    context_part,
     gather_rows,
     local_leaves,
     model_sum,
@@ -197,7 +197,7 @@ def _linear_logprob(static, x, w, targets, inverse, threshold):
 
 def _linear_logprob_forward(static, x, w, targets, inverse, threshold):
     policy, layout = static
-    own = tuple(context_rows(a, layout) for a in (targets, inverse, threshold))
+    own = tuple(context_part(a, layout) for a in (targets, inverse, threshold))
     rows = gather_rows(x, layout)
     if policy.evaluation == "mosaic":
         out = _kernel_walk(rows, weight.value(w), *own, *static)
@@ -211,7 +211,7 @@ def _linear_logprob_backward(static, saved, cotangents):
     policy, layout = static
     x, w, targets, inverse, threshold, lse, lse_kept = saved
     values, rows = weight.value(w), gather_rows(x, layout)
-    full, kept = (context_rows(d, layout) for d in cotangents)
+    full, kept = (context_part(d, layout) for d in cotangents)
     gradients = kernels.Gradients(lse, full, (threshold, lse_kept, kept))
     if policy.evaluation == "mosaic":
         shard = _shard(values.shape[1], policy, layout)
