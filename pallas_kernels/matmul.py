@@ -54,7 +54,7 @@ def matmul(
 
     Raises:
       ValueError: for other dtypes, mismatched shapes, leaves that are not a power of two or do not
-        divide K, or a swapped tile for a transposed `a`.
+        divide K, a tile without room for their sums, or a swapped tile for a transposed `a`.
     """
     lhs, rhs = (a, b) if isinstance(a, tuple) else ((a,), (b,))
     m, n = lhs[0].shape[transpose_a], rhs[0].shape[not transpose_b]

@@ -79,12 +79,11 @@ def convolution(
             return [x[k, span] for k in range(step)], plain_gmem[lax.div(here, jnp.int32(step))]
 
         def tap(row, j):
+            # Both places are read, so that no load waits for a branch: rows of a step follow.
             source = source_gmem[row, j]
-            value = lax.cond(
-                source < NOWHERE,
-                lambda: state_gmem[lax.max(-2 - source, 0), cached],
-                lambda: x_gmem[lax.max(source, 0), span],
-            )
+            old = state_gmem[lax.max(-2 - source, 0), cached]
+            new = x_gmem[lax.max(source, 0), span]
+            value = jnp.where(lax.broadcast(source, new.shape) < NOWHERE, old, new)
             return _if(source + 1, value.astype(jnp.float32))
 
         def finish(out, k, window):
@@ -126,7 +125,7 @@ def convolution(
 
 
 _MANY = 2048  # rows from which on there are blocks enough for several rows each
-_ROWS = 32  # then; they share one load of the weights and of the rows before them
+_ROWS = 16  # then; they share one load of the weights and of the rows before them
 # Rows of a step: written out side by side, so that what rows share need not move from register to
 # register at each of them. The next step's are on their way in the meantime. Channels of a thread:
 # registers bound how many blocks there can be.
