@@ -62,7 +62,7 @@ def grouped_matmul(
     _check(xs, ws, transpose_w)
     n = ws[0].shape[1] if transpose_w else ws[0].shape[2]
     if tile is None:
-        tile = grouped_matmul_tile(xs[0].shape[0], ws[0].shape[0], xs[0].shape[1], len(xs))
+        tile = grouped_matmul_tile(xs[0].shape[0], ws[0].shape[0], xs[0].shape[1])
     (out,) = _grouped(xs, ws, starts, sizes, n, 1, transpose_w, out_dtype, 1, None, tile)
     return out
 

@@ -77,10 +77,9 @@ def _filled(choice: dict, m: int) -> MatmulTile:
     return MatmulTile(**{**choice, "cols": cols, "stages": min(choice["stages"], fitting)})
 
 
-def grouped_matmul_tile(rows: int, groups: int, k: int, inputs: int) -> MatmulTile:
-    """The tile of `grouped_matmul`: `rows` rows in `groups` groups, `inputs` products over `k`."""
-    sizes = {"rows_per_group": rows // groups, "k": k, "inputs": inputs}
-    return MatmulTile(**_choose(table.GROUPED_MATMUL, **sizes))
+def grouped_matmul_tile(rows: int, groups: int, k: int) -> MatmulTile:
+    """The tile of `grouped_matmul`: `rows` rows in `groups` groups, products over `k`."""
+    return MatmulTile(**_choose(table.GROUPED_MATMUL, rows_per_group=rows // groups, k=k))
 
 
 def grouped_swiglu_tile(rows: int, groups: int, keep: bool) -> MatmulTile:
