@@ -42,4 +42,4 @@ $(READY): pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(VENV)-uv
+	rm -rf $(VENV) $(VENV)-uv .jax_cache

@@ -157,6 +157,7 @@ def sigmoid(x: jax.Array) -> jax.Array:
 
     With half the instructions of an exponential and a quotient: exp(-x) as 2^(-x log2 e), 1 / y as
     rsqrt(y)^2, which is 0 for an infinite y. Relative error 7e-7 up to abs(x) = 8, 4e-6 up to 80.
+    The result is a product: what is added to it, such as 1 - sigmoid, is fused with it everywhere.
     """
     root = lax.rsqrt(1.0 + jnp.exp2(x * -LOG2_E))
     return root * root

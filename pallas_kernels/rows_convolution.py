@@ -47,8 +47,8 @@ def convolution(
     """The convolution of every row.
 
     Args:
-      x: [T, C], C a multiple of 128.
-      w: [C, width].
+      x: [T, C] bfloat16, whose products with taps are exact in float32; C a multiple of 128.
+      w: [C, width] bfloat16.
       state: [S, all channels] of x's dtype, rows of cached inputs.
       source: [T, width] int32, oldest tap first: where tap j of row t lies. It is row
         t - width + 1 + j of x if that is what stands here; NOWHERE is zero, and i < NOWHERE is row
@@ -176,7 +176,7 @@ def convolution_step(
       state: reference [L, slots, width - 1, C] of their dtype: the last inputs of the
         sequence in a slot, oldest first. They move on by one; zeros stand for those before the
         sequence.
-      layer: [1] int32, the entry of `state`.
+      layer: int32, the entry of `state`.
       slot: [T] int32, the slot of the row's sequence, another one for every row that has one.
       known: [T] int32, how many of the cached inputs are the sequence's; negative for a row that
         is no token: its result is 0 and its slot stays as it is.
@@ -230,7 +230,7 @@ def convolution_step(
         grid_names=("slab", "row"),
         kernel_name="convolution_step",
         compiler_params=NO_BARRIERS,
-    )(*xs, w.T, layer, slot, known, state)
+    )(*xs, w.T, jnp.reshape(layer, (1,)).astype(jnp.int32), slot, known, state)
 
 
 def convolution_backward(
@@ -263,14 +263,14 @@ def convolution_backward(
     blocks = pl.cdiv(length, BLOCK)
     step = math.gcd(length, _BACKWARD_STEP)
     back = width - 1
-    # Bits: which taps of the row read anything (the newest twice), and as which taps it is read.
-    places = jnp.concatenate([source, source[:, -1:], follower], axis=1) != NOWHERE
+    # Bits: which taps of the row read anything, and as which taps it is read.
+    places = jnp.concatenate([source, follower], axis=1) != NOWHERE
     bits = 1 << jnp.arange(places.shape[1], dtype=jnp.int32)
     present = jnp.sum(jnp.where(places, bits, 0), axis=1, dtype=jnp.int32)
     # Of a step: whether its rows miss no tap, and the rows `back` before them, whose gradient it
     # finishes, no follower.
     whole = jnp.all(places[:, :width], axis=1)
-    read = jnp.pad(jnp.all(places[:, width + 1 :], axis=1), (back, 0))[:tokens]
+    read = jnp.pad(jnp.all(places[:, width:], axis=1), (back, 0))[:tokens]
     steady = jnp.all((whole & read).reshape(-1, step), axis=1).astype(jnp.int32)
 
     def body(x_gmem, w_gmem, present_gmem, steady_gmem, dy_gmem, dx_gmem, dw_gmem):
@@ -294,13 +294,13 @@ def convolution_backward(
             return tuple(total + d * value for total, value in zip(sums, window, strict=True))
 
         def finish(dx, k, ds):
-            """Row k of `dx`, from the slopes of the `width` rows that begin with it.
+            """Row k of `dx`, from the slopes of the rows whose taps read it, oldest tap first.
 
             One product joins the sum at a time. A compiler fuses a product with the addition behind
             it; of two rounded products it would choose one, here so and there otherwise.
             """
             total = jnp.zeros((slab,), jnp.float32)
-            for d, tap in zip(reversed(ds), taps, strict=True):
+            for d, tap in zip(ds, taps, strict=True):
                 total = total + d * tap
             dx[k, span] = total.astype(dx.dtype)
 
@@ -318,7 +318,7 @@ def convolution_backward(
                     window = inputs[k : k + width]
                     ds.append(slope(window, dy))
                     total = add(total, ds[-1], window)
-                    finish(dx, k, ds[k:])
+                    finish(dx, k, ds[: -1 - width : -1])
                 return tuple(ds[step:]), total
 
             def border():
@@ -326,17 +326,18 @@ def convolution_backward(
                     before, ahead, sums = carry
                     own = lax.min(here, tokens - 1)
                     inputs = [*before, x_gmem[own, span].astype(jnp.float32)]
+                    bits = present_gmem[own]
+                    window = _where_bits(bits, inputs, at=0)
                     # Without its newest tap, the row itself, a row is none: its dy is not read.
-                    values = [*inputs, dy_gmem[own, span].astype(jnp.float32)]
-                    *window, dy = _where_bits(present_gmem[own], values, at=0)
+                    dy = _if(bits & 1 << back, dy_gmem[own, span].astype(jnp.float32))
                     ds = [*ahead, slope(window, dy)]
                     sums = lax.cond(here < after, lambda: add(sums, ds[-1], window), lambda: sums)
                     there = here - back
 
                     @pl.when((there >= first) & (there < after))
                     def _():
-                        later = _where_bits(present_gmem[there], [*reversed(ds)], at=width + 1)
-                        finish(dx_gmem, there, [*reversed(later)])
+                        later = _where_bits(present_gmem[there], ds[::-1], at=width)
+                        finish(dx_gmem, there, later)
 
                     return tuple(inputs[1:]), tuple(ds[1:]), sums
 

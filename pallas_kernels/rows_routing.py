@@ -43,7 +43,7 @@ def expert_rows(chosen: jax.Array, experts: int, block: int) -> ExpertRows:
       ExpertRows.
 
     Raises:
-      ValueError: if slots times experts reaches 2^31.
+      ValueError: if the slots times one more than the experts reach 2^31.
     """
     (tokens, slots), size = chosen.shape, chosen.size
     if (experts + 1) * size > jnp.iinfo(jnp.int32).max:

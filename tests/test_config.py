@@ -65,6 +65,10 @@ def test_unknown_keys_suggest_the_nearest_name(tmp_path):
         ("sampler = 3", "sampler: expected a table"),
         ('policy.evaluation = "mosaik"', "did you mean mosaic"),
         ("policy.leaves = 3", "c.toml: policy.leaves must be a power of two"),
+        (
+            'policy.evaluation = "mosaic"\npolicy.batch_leaves = 32\npolicy.context_leaves = 4',
+            "at most 64 leaves",
+        ),
         ("policy.vocab_block = 0", "policy.vocab_block must be at least 1, got 0"),
         ("policy.kv_segment = 0", "policy.kv_segment must be a multiple of kv_block .64., got 0"),
         ("policy.l2_epsilon = nan", "policy.l2_epsilon must be finite"),

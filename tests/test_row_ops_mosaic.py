@@ -113,7 +113,7 @@ def test_convolution_in_portions():
     def feed(policy, state, portions, rows, piece_rows=64):
         batch = build(
             [Segment([0] * len(x), first, [], slot) for x, first, slot in portions],
-            Bucket(rows, 2, 3, 1, piece_rows),
+            Bucket(rows, 3, 3, 1, piece_rows),
             64,
         )
         x = jnp.concatenate([x for x, _, _ in portions])
@@ -127,10 +127,12 @@ def test_convolution_in_portions():
         state = jnp.full((2, 3, 3, 384), jnp.nan, BF16)
         with interpreted():
             both, state = feed(policy, state, [(other, 0, 2), (tokens[:2], 0, 0)], 8)
-            one, state = feed(policy, state, [(tokens[2:3], 2, 0)], 3, piece_rows=1)
+            steps = [(tokens[2:3], 2, 0), (other[:1], 0, 1)]
+            one, state = feed(policy, state, steps, 3, piece_rows=1)
             rest, state = feed(policy, state, [(tokens[3:], 3, 0), (other, 0, 1)], 12)
             whole, _ = feed(policy, state, [(tokens, 0, 1)], 9)
-        assert_same_bits(jnp.concatenate([both[4:], one, rest[:6]]), whole)
+        assert_same_bits(jnp.concatenate([both[4:], one[:1], rest[:6]]), whole)
+        assert_same_bits(one[1:], both[:1])
         assert_same_bits(rest[6:], both[:4])
         results.append((whole, state))
     assert error(results[1][0], f64(results[0][0])) < 5e-3

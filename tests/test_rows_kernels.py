@@ -254,9 +254,7 @@ def test_one_row_of_a_convolution_and_the_state_after_it():
     with interpreted():
         expected = [convolution(xs[i], ws[i], *place, 128 * i) for i in range(2)]
         held = jax.new_ref(state)
-        outs = convolution_step(
-            xs, jnp.concatenate(ws), held, jnp.asarray([1], I32), jnp.asarray(slot, I32), known
-        )
+        outs = convolution_step(xs, jnp.concatenate(ws), held, 1, jnp.asarray(slot, I32), known)
     for out, want in zip(outs, expected, strict=True):
         assert same_bits(out[:3], want[:3]) and not np.any(out[3])
     x, none = jnp.concatenate(xs, axis=1), jnp.zeros(384, BF16)
@@ -362,7 +360,7 @@ WIDE, HEADS = ((T, H), BF16), ((T * 32, 128), BF16)
             lambda x, v, w, s, *rest: convolution_step((x, x, v), w, jax.new_ref(s), *rest),
             [((256, 2048), BF16), ((256, 4096), BF16), ((8192, 4), BF16)]
             + [((30, 256, 3, 8192), BF16)]
-            + [((1,), I32), ((256,), I32), ((256,), I32)],
+            + [((), I32), ((256,), I32), ((256,), I32)],
         ),
         (
             functools.partial(convolution_backward, leaves=8),

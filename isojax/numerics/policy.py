@@ -13,6 +13,9 @@ Evaluation = Literal["reference", "mosaic"]
 DTypeName = Literal["bfloat16", "float32"]
 
 
+KERNEL_LEAVES = 64  # what `pallas_kernels.tuning_table` has a tile with room for
+
+
 @dataclasses.dataclass(frozen=True)
 class Policy:
     """Numerical identity of the forward and backward. Hashable, so it can be a static argument.
@@ -65,6 +68,11 @@ class Policy:
             raise ValueError(
                 f"kv_segment must be a multiple of kv_block ({self.kv_block}), "
                 f"got {self.kv_segment}"
+            )
+        if self.evaluation == "mosaic" and max(self.leaves, self.row_leaves) > KERNEL_LEAVES:
+            raise ValueError(
+                f"the Hopper kernels hold the sums of at most {KERNEL_LEAVES} leaves; leaves is "
+                f"{self.leaves}, batch_leaves times context_leaves {self.row_leaves}"
             )
         if not 0 <= self.l2_epsilon < float("inf"):
             raise ValueError(f"l2_epsilon must be finite and at least 0, got {self.l2_epsilon}")

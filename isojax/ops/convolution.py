@@ -127,9 +127,8 @@ def _step(xs, taps, state, layer, batch):
     sequences, width = batch.slot.shape[0], taps[0].shape[1]
     seq = jnp.minimum(batch.seq, sequences - 1)
     known = jnp.where(batch.seq < sequences, jnp.minimum(batch.positions, width - 1), -1)
-    held = jax.new_ref(state)
-    at = jnp.reshape(layer, (1,)).astype(jnp.int32)
-    outs = kernels.convolution_step(xs, jnp.concatenate(taps), held, at, batch.slot[seq], known)
+    held, slot = jax.new_ref(state), batch.slot[seq]
+    outs = call(kernels.convolution_step, xs, jnp.concatenate(taps), held, layer, slot, known)
     return tuple(outs), jax.freeze(held)
 
 
