@@ -6,6 +6,7 @@ import jax
 import numpy as np
 import pytest
 
+from isojax.numerics.policy import KERNEL_LEAVES
 from pallas_kernels import matmul_core as core
 from pallas_kernels import matmul_few_rows as few_rows
 from pallas_kernels.matmul import matmul
@@ -112,7 +113,7 @@ def test_tree_is_balanced():
         )
 
 
-@pytest.mark.parametrize("leaves", [1, 2, 4, 8, 64])
+@pytest.mark.parametrize("leaves", [1, 2, 4, 8, KERNEL_LEAVES])
 @pytest.mark.parametrize("n", [32, 512, 2048, 12288, 248320])
 def test_table_fits_shared_memory(n, leaves):
     for m in (1, 8, 17, 33, 56, 64, 65, 128, 129, 256, 512, 513, 10240):
